@@ -1,0 +1,72 @@
+"""Exceptions that users meet. Message = what, got, allowed, fix.
+
+EngineError
+├── ConfigError          a setting is wrong or contradicts another
+├── ModelError           a model folder or file cannot be served (missing shard, wrong shape, unknown math)
+├── CompileError         tracing, a pass, code generation or the numeric proof failed
+├── ArtifactError        an artifact is damaged, or was made for another torch, target or schema
+├── RequestError         one request is refused; every other request goes on
+│   ├── InvalidRequest   a field has a wrong type or value (`param` names it)
+│   ├── ContextTooLong   the prompt does not fit into the model's window
+│   ├── ModelNotFound    the request names a model that is not served
+│   ├── Overloaded       the queue is full; try again later
+│   └── RequestAborted   the request was cancelled
+├── OutOfBlocks          the KV pool cannot give another block (the scheduler's business; never reaches a client)
+└── EngineDead           the engine process has ended; no request can be served
+"""
+
+
+class EngineError(Exception):
+    """Root of all errors that ostinato raises on purpose."""
+
+
+class ConfigError(EngineError):
+    """A setting is wrong or contradicts another."""
+
+
+class ModelError(EngineError):
+    """A model folder or file cannot be served."""
+
+
+class CompileError(EngineError):
+    """Tracing, a pass, code generation or the numeric proof failed."""
+
+
+class ArtifactError(EngineError):
+    """An artifact is damaged or was made for another torch, target or schema."""
+
+
+class RequestError(EngineError):
+    """One request is refused. `param` names the field of the request, if one is to blame."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A field has a wrong type or value."""
+
+
+class ContextTooLong(RequestError):
+    """The prompt does not fit into the model's window."""
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not served."""
+
+
+class Overloaded(RequestError):
+    """The waiting queue is full."""
+
+
+class RequestAborted(RequestError):
+    """The request was cancelled by its client or by an operator."""
+
+
+class OutOfBlocks(EngineError):
+    """The KV pool cannot give another block."""
+
+
+class EngineDead(EngineError):
+    """The engine has ended; no request can be served."""

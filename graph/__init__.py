@@ -1,0 +1,1 @@
+"""Trace transformers models into FX graphs; carry their math as facts."""

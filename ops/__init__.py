@@ -1,0 +1,1 @@
+"""Numeric operations, one per file: reference, Triton kernel, native CPU kernel, schema."""

@@ -1,0 +1,1 @@
+"""Compile driver, artifact, KV memory, scheduler, engine, server."""

@@ -1,0 +1,39 @@
+"""What a front end sees of an engine, whether it runs in this process or in another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from ostinato.runtime.messages import EngineInfo, EngineStats, GenerateRequest, TokenEvent
+
+
+class EngineClient(Protocol):
+    """One engine. All methods are called from one asyncio loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the loaded model; valid after `start`."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The newest snapshot."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds since the engine last made progress while it had work; 0.0 when idle. Raises EngineDead."""
+
+    async def start(self) -> None:
+        """Return when the engine can serve; raise what went wrong otherwise."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts the request.
+
+        Raises Overloaded when the queue is full, ContextTooLong, InvalidRequest, EngineDead.
+        """
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Cancel; unknown ids are ignored."""
+
+    async def close(self) -> None:
+        """Abort what still runs, stop the engine, free its memory. Safe to call twice."""

@@ -1,0 +1,113 @@
+"""The typed boundary between front ends (server, Python) and the engine. No torch here.
+
+Everything that crosses is one of these frozen models, as JSON; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ostinato.section import Section
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(Section):
+    """How tokens are drawn. Field meanings follow OpenAI and vLLM; each range is checked here, once."""
+
+    max_tokens: int | None = Field(None, ge=1, description="most tokens to generate; None: up to the window")
+    min_tokens: int = Field(0, ge=0, description="no EOS or stop before this many tokens")
+    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: int = Field(0, ge=-1, description="0 and -1: off")
+    min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: dict[int, float] = Field(default_factory=dict, description="token id -> bias, -100 to 100")
+    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="None: drawn by the front end, per request")
+    stop: tuple[str, ...] = Field((), description="stop strings; handled where text is known, in the front end")
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = Field(None, ge=0, description="alternatives per token; 0: only the chosen one")
+    prompt_logprobs: int | None = Field(None, ge=0, description="the same for prompt tokens")
+    skip_special_tokens: bool = True
+
+
+class GenerateRequest(Section):
+    """One sequence to generate. A request with `n` > 1 becomes n of these, with ids `parent-0`, `parent-1`, ..."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = Field(0, description="lower runs first, as in vLLM")
+    cache_salt: str = ""
+
+
+class TokenLogprob(Section):
+    """Log-probability of one emitted (or prompt) token and of its alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int = Field(description="1 is the most likely token")
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenEvent(Section):
+    """News about one request. `finish_reason` is set on the last event and only there."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # once, with the first token
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the EOS or stop token that ended it; it is the last of token_ids
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first event
+    error: str | None = None
+
+
+class EngineStats(Section):
+    """A snapshot, sent after steps (at most every 100 ms while busy) and when the engine turns idle."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    blocks_used: int = 0
+    blocks_cached: int = 0  # unreferenced, content kept for the prefix cache
+    blocks_committed: int = 0
+    blocks_capacity: int = 0
+    kv_bytes_committed: int = 0
+
+
+class EngineInfo(Section):
+    """What a front end must know about the loaded model; sent once, when the engine is ready."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    block_tokens: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    dtype: str
+    artifact: str  # folder; holds tokenizer/
+    load_seconds: float = 0.0
+
+
+class Abort(Section):
+    """Cancel requests. Unknown and finished ids are fine; each live one ends with finish_reason `abort`."""
+
+    request_ids: tuple[str, ...]
+
+
+class Fatal(Section):
+    """The engine cannot go on; `error` says why. Sent as the last message."""
+
+    error: str
