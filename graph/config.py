@@ -1,0 +1,16 @@
+"""Settings of tracing."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ostinato.section import Section
+
+
+class GraphConfig(Section):
+    """How a model is read and traced."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="number type of weights and activations; auto: the checkpoint's own"
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model folder")

@@ -1,0 +1,62 @@
+"""`EngineConfig`: every setting of a running engine, declared once."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from ostinato.graph.config import GraphConfig
+from ostinato.passes.config import PassesConfig
+from ostinato.section import Section
+
+
+class KVConfig(Section):
+    """KV memory. It starts small, grows when the free list runs low, and stops at `max_gib` or `headroom_gib`."""
+
+    block_tokens: int = Field(16, ge=1, le=256, description="tokens in one KV block; a power of two")
+    initial_mib: int = Field(64, ge=1, description="MiB committed at start")
+    max_gib: float = Field(0.0, ge=0, allow_inf_nan=False, description="GiB at most; 0: all that is really free")
+    headroom_gib: float = Field(1.0, ge=0, allow_inf_nan=False, description="GiB of memory always left to others")
+    idle_shrink_s: float = Field(30.0, ge=0, description="seconds of idleness before memory goes back; 0: never")
+    prefix_cache: bool = Field(True, description="reuse KV blocks of equal prefixes")
+
+
+class SchedulerConfig(Section):
+    """Who runs next."""
+
+    max_running: int = Field(256, ge=1, le=4096, description="sequences decoded at once")
+    max_step_tokens: int = Field(512, ge=1, le=8192, description="tokens of one step, prefill and decode together")
+    max_waiting: int = Field(4096, ge=1, description="requests in the queue before new ones get 429")
+
+
+class CpuConfig(Section):
+    """Threads of the CPU back end, chosen and bound once at start."""
+
+    threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: physical cores of this process")
+    bind: bool = Field(True, description="bind each compute thread to one core")
+
+
+class ServerConfig(Section):
+    """The HTTP front end."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port; 0: any free one")
+    api_key: str = Field("", description="required as Bearer token when set; better given as OSTINATO_API_KEY")
+    served_name: str = Field("", description="model name that clients use; empty: the artifact's own")
+    max_body_mib: float = Field(32.0, gt=0, allow_inf_nan=False, description="largest request body, MiB")
+    drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish on shutdown")
+    stall_s: float = Field(30.0, gt=0, description="seconds without step progress before /health fails")
+    max_n: int = Field(16, ge=1, le=128, description="most choices (`n`) of one request")
+    max_logprobs: int = Field(20, ge=0, le=1000, description="most alternatives per token")
+
+
+class EngineConfig(Section):
+    """All settings; the one object that `compile-model`, the server and `LLM` take."""
+
+    graph: GraphConfig = GraphConfig()
+    passes: PassesConfig = PassesConfig()
+    kv: KVConfig = KVConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cpu: CpuConfig = CpuConfig()
+    server: ServerConfig = ServerConfig()
+    max_model_len: int = Field(0, ge=0, description="context window in tokens; 0: the model's own")
+    log_level: str = Field("INFO", pattern="^(?i:debug|info|warning|error)$", description="least level that is logged")
