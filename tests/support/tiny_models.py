@@ -143,9 +143,7 @@ def randomize(model: PreTrainedModel, *, seed: int = 0) -> None:
         elif parameter.dim() == 1:  # norm weights; Gemma's are offsets from one
             fresh = fresh * 0.2 + (0.0 if "gemma" in model.config.model_type else 1.0)
         elif "embed" in name:
-            fresh *= (
-                0.15  # small: what attention adds must outweigh the token itself, also through a tied head
-            )
+            fresh *= 0.15  # small: attention must outweigh the token itself, also through a tied head
         else:
             fresh *= 1.2 / math.sqrt(parameter.shape[-1])
         with torch.no_grad():
