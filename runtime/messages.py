@@ -69,6 +69,15 @@ class TokenEvent(Section):
     error: str | None = None
 
 
+class Refused(Section):
+    """A request that never ran; the client raises the named class of errors.py. Nothing follows it."""
+
+    request_id: str
+    error: Literal["InvalidRequest", "ContextTooLong", "Overloaded"]
+    message: str
+    param: str | None = None
+
+
 class EngineStats(Section):
     """A snapshot, sent after steps (at most every 100 ms while busy) and when the engine turns idle."""
 
@@ -111,3 +120,4 @@ class Fatal(Section):
     """The engine cannot go on; `error` says why. Sent as the last message."""
 
     error: str
+    kind: str = "EngineDead"  # class of errors.py that `start` raises
