@@ -23,7 +23,9 @@ class BuiltModel(NamedTuple):
     model: nn.Module
     config: Any  # transformers' own config object
     fake_mode: FakeTensorMode
-    params: dict[str, tuple[tuple[int, ...], torch.dtype]]  # checkpoint-backed tensors, tied ones under one name
+    params: dict[
+        str, tuple[tuple[int, ...], torch.dtype]
+    ]  # checkpoint-backed tensors, tied ones under one name
     tied: dict[str, str]  # other name -> name in `params`
     constants: dict[str, torch.Tensor]  # buffers that the model computes itself, e.g. inv_freq
 
@@ -58,6 +60,7 @@ def build_model(config_dict: dict[str, Any], dtype: torch.dtype, hooks: CaptureH
             f"transformers {transformers.__version__} defines (names ending in ForCausalLM) can be compiled"
         )
     config.use_cache = False
+    _refuse_length_dependent_rope(config_dict)
     with hooks.registered(), no_init_weights(), _EmptyOnMeta(), torch.no_grad():
         kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
         model = model_class._from_config(config, **kwargs)
@@ -73,10 +76,24 @@ def build_model(config_dict: dict[str, Any], dtype: torch.dtype, hooks: CaptureH
         if name in persistent:
             params[name] = (tuple(buffer.shape), buffer.dtype)
         elif buffer.is_meta:
-            raise ModelError(f"{architecture}: buffer {name} has no value before weights are loaded; cannot be carried")
+            raise ModelError(
+                f"{architecture}: buffer {name} has no value before weights are loaded; cannot be carried"
+            )
         else:
             constants[name] = buffer.detach().clone()
     return BuiltModel(model, config, fake_mode, params, tied, constants)
+
+
+def _refuse_length_dependent_rope(config: Any, where: str = "config.json") -> None:
+    """Dynamic NTK and LongRoPE pick their frequencies by the length of the sequence; a batch has many lengths."""
+    if isinstance(config, dict):
+        kind = config.get("rope_type") or config.get("type")
+        if kind in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{where}: rope_type={kind!r} depends on the sequence length and cannot be carried"
+            )
+        for key, value in config.items():
+            _refuse_length_dependent_rope(value, f"{where}: {key}")
 
 
 def _architecture(config_dict: dict[str, Any], config: Any) -> str:
@@ -87,7 +104,9 @@ def _architecture(config_dict: dict[str, Any], config: Any) -> str:
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is None:
-        raise ModelError(f"config.json: model_type={config.model_type!r} has no causal language model in transformers")
+        raise ModelError(
+            f"config.json: model_type={config.model_type!r} has no causal language model in transformers"
+        )
     return str(name if isinstance(name, str) else name[0])
 
 

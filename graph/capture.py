@@ -49,7 +49,9 @@ class _Step(nn.Module):
         self._hooks.begin(slot_mapping, block_tables, seq_lens, query_start, kv)
         out = self.model(
             input_ids=token_ids[None],
-            attention_mask=torch.ones_like(token_ids)[None],  # no packing detection; the ops know the sequences
+            attention_mask=torch.ones_like(token_ids)[
+                None
+            ],  # no packing detection; the ops know the sequences
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=logit_rows,
@@ -72,7 +74,9 @@ def sample_inputs(*, tokens: int = 7, num_seqs: int = 2, width: int = 3, rows: i
     )
 
 
-def capture(built: BuiltModel, hooks: CaptureHooks, facts: dict[str, Any], *, block_tokens: int = 16) -> CapturedGraph:
+def capture(
+    built: BuiltModel, hooks: CaptureHooks, facts: dict[str, Any], *, block_tokens: int = 16
+) -> CapturedGraph:
     """Trace `built`; `facts` are the fields of ModelFacts that come from the config and not from the trace.
 
     Raises ModelError for math that cannot be carried, CompileError when tracing itself fails.
@@ -127,7 +131,9 @@ def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.expo
         ) from error
 
 
-def _name_weights(exported: torch.export.ExportedProgram, gm: fx.GraphModule, built: BuiltModel) -> dict[str, Tensor]:
+def _name_weights(
+    exported: torch.export.ExportedProgram, gm: fx.GraphModule, built: BuiltModel
+) -> dict[str, Tensor]:
     """Give every placeholder its role and every weight its expression; one placeholder per tied tensor."""
     constants: dict[str, Tensor] = {}
     placeholders = {node.name: node for node in gm.graph.nodes if node.op == "placeholder"}
@@ -144,7 +150,9 @@ def _name_weights(exported: torch.export.ExportedProgram, gm: fx.GraphModule, bu
         elif target in built.constants:
             constants[target] = built.constants[target]
         elif target not in built.params and target not in built.tied:
-            raise CompileError(f"{type(built.model).__name__}: traced tensor {spec.target} is not a parameter")
+            raise CompileError(
+                f"{type(built.model).__name__}: traced tensor {spec.target} is not a parameter"
+            )
         target = built.tied.get(target, target)
         if target in seen:
             node.replace_all_uses_with(seen[target])

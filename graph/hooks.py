@@ -68,7 +68,12 @@ class CaptureHooks:
                 registry._global_mapping.pop(IMPLEMENTATION, None)
 
     def begin(
-        self, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start: Tensor, planes: list[Tensor] | None
+        self,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_start: Tensor,
+        planes: list[Tensor] | None,
     ) -> None:
         """Set the inputs of the coming forward. `planes=None` is a dry run that only collects facts."""
         self.attention, self.kv_layers, self._keys = [], [], {}
@@ -87,7 +92,9 @@ class CaptureHooks:
             zero = torch.zeros((), dtype=torch.int64)
             for index in probes:
                 query, key = index[:, None], index[None, :]
-                want = (key <= query) & ((key > query - window) if window else torch.ones((), dtype=torch.bool))
+                want = (key <= query) & (
+                    (key > query - window) if window else torch.ones((), dtype=torch.bool)
+                )
                 got = mask_function(zero, zero, query, key)
                 if not torch.equal(torch.as_tensor(got).expand_as(want), want):
                     raise ModelError(
@@ -102,17 +109,23 @@ class CaptureHooks:
         softcap: float | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         name = type(module).__name__
-        unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
+        unknown = sorted(
+            k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False
+        )
         if unknown or dropout:
             what = ", ".join(unknown) or f"dropout={dropout}"
             raise ModelError(f"{name}: attention with {what} cannot be carried into the graph")
         if not isinstance(attention_mask, MaskFact):
-            raise ModelError(f"{name}: no causal mask reached its attention (got {type(attention_mask).__name__})")
+            raise ModelError(
+                f"{name}: no causal mask reached its attention (got {type(attention_mask).__name__})"
+            )
         if kwargs.get("is_causal") is False:
             raise ModelError(f"{name}: attention is not causal")
         window = attention_mask.window
         if sliding_window and sliding_window != window:
-            raise ModelError(f"{name}: sliding_window={sliding_window} but its mask has window {window or 'none'}")
+            raise ModelError(
+                f"{name}: sliding_window={sliding_window} but its mask has window {window or 'none'}"
+            )
         layer = len(self.attention)
         batch, heads, _, head_size = query.shape
         kv_heads, v_size = key.shape[1], value.shape[3]
@@ -142,7 +155,9 @@ class CaptureHooks:
         )  # fmt: skip
         return out[None], None
 
-    def _experts(self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _experts(
+        self, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         from transformers.integrations.moe import _default_apply_gate
 
         name = type(module).__name__
@@ -153,7 +168,9 @@ class CaptureHooks:
             if getattr(module, flag, plain) is not plain
         ]  # fmt: skip
         if unusual or type(module)._apply_gate is not _default_apply_gate:
-            raise ModelError(f"{name}: experts with {', '.join(unusual) or 'their own gate'} cannot be carried yet")
+            raise ModelError(
+                f"{name}: experts with {', '.join(unusual) or 'their own gate'} cannot be carried yet"
+            )
         act = type(module.act_fn).__name__
         if act not in ("SiLU", "SiLUActivation"):
             raise ModelError(f"{name}: expert activation {act} cannot be carried; known: SiLU")

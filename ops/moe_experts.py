@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def moe_experts_reference(x_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def moe_experts_reference(
+    x_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
     out = torch.zeros_like(x_TD)
     for expert in index_TK.unique().tolist():
         if expert >= gate_up.shape[0]:
@@ -22,7 +24,10 @@ def moe_experts_reference(x_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, gat
     return out
 
 
-torch.library.define("ostinato::moe_experts", "(Tensor x, Tensor topk_index, Tensor topk_weight, Tensor gate_up, Tensor down) -> Tensor")
+torch.library.define(
+    "ostinato::moe_experts",
+    "(Tensor x, Tensor topk_index, Tensor topk_weight, Tensor gate_up, Tensor down) -> Tensor",
+)
 torch.library.impl("ostinato::moe_experts", "CPU", moe_experts_reference)
 
 
