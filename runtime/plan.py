@@ -1,8 +1,8 @@
 """What one step does (`Plan`) and what came of it (`Outcome`): ints and tuples, no torch.
 
 A plan is complete in itself: whoever runs it needs nothing from the scheduler, except that a token id of
-`PENDING` stands for the token which the step before this one samples for the same request. Plans hold
-`PENDING` only when the scheduler was made with `max_in_flight` > 1; the runner then takes the id on the device.
+`PENDING` stands for the token which the step before this one samples for the same request. Only a scheduler
+made with `max_in_flight` > 1 plans `PENDING`; the runner then takes the id on the device.
 """
 
 from __future__ import annotations
