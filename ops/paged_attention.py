@@ -1,0 +1,162 @@
+"""Causal attention of a step's new tokens over the paged cache: prefill, decode and both at once.
+
+Shapes: T new tokens, H query heads, G KV heads (H % G == 0; head h reads KV head h // (H/G)), D and E sizes of a K and
+a V head, N blocks, B tokens of a block, S sequences, M table width.  q [T, H, D] -> [T, H, E], contiguous; planes
+[N, B, G, D] and [N, B, G, E] with any strides; block_tables [S, M]; seq_lens [S] counts the tokens of a sequence with
+those of this step, which are already in the cache; query_start [S + 1], tokens query_start[s] .. query_start[s + 1] of
+q are the last ones of sequence s.  Indices are int32 or int64.
+The key at position j is visible to the query at i iff j <= i, and i - window < j if window > 0.  Scores are
+scale * q.k; if softcap > 0 they become softcap * tanh(scores / softcap).
+Only blocks that hold visible keys are read: table entries before a window or past a sequence may be anything, and a
+plane may be a view over address space that is mapped in part.  Rows of q past query_start[S], and tokens that seq_lens
+does not cover, give zeros.
+Types: fp16, bf16, fp32, fp64, q and planes alike.  Rounding: scores and softmax in float32, one rounding of the output.
+Sources: arXiv:1706.03762, arXiv:2309.06180 (paged cache), arXiv:2112.05682 (online softmax).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato.ops.check import FLOATS, INTEGERS, check_device, check_shapes, check_types
+
+
+def paged_attention_reference(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    block_tokens = k_cache.shape[1]
+    out_THE = q_THD.new_zeros((q_THD.shape[0], q_THD.shape[1], v_cache.shape[3]))
+    starts, lengths = query_start.tolist(), seq_lens_S.tolist()
+    for row, (first, stop, length) in enumerate(zip(starts[:-1], starts[1:], lengths, strict=True)):
+        num_new = min(stop - first, length)
+        if num_new <= 0:
+            continue
+        oldest = (
+            max(0, length - num_new - window + 1) if window > 0 else 0
+        )  # position of the oldest visible key
+        first_block = oldest // block_tokens
+        blocks = block_tables_SM[row, first_block : -(-length // block_tokens)].long()
+        base = first_block * block_tokens
+        k, v = (plane[blocks].flatten(0, 1)[oldest - base : length - base] for plane in (k_cache, v_cache))
+        out_THE[stop - num_new : stop] = _attend(q_THD[stop - num_new : stop], k, v, scale, window, softcap)
+    return out_THE
+
+
+def _attend(q_nHD: Tensor, k_LGD: Tensor, v_LGE: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    """One sequence: n queries, which belong to the last n of L keys."""
+    num_new, num_keys, kv_heads = len(q_nHD), len(k_LGD), k_LGD.shape[1]
+    q = q_nHD.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [G, H/G, n, D]: the KV head is SDPA's batch
+    k, v = (kv.permute(1, 0, 2)[:, None] for kv in (k_LGD, v_LGE))
+    if num_new == 1 and not softcap:  # every key is visible: the H/G heads are queries of one head
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, scale=scale).transpose(1, 2)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+    k, v = (kv.expand(-1, q.shape[1], -1, -1) for kv in (k, v))
+    all_new = num_new == num_keys and (window <= 0 or window >= num_keys)
+    visible = None
+    if softcap or not all_new:
+        at_query = torch.arange(num_keys - num_new, num_keys, device=q.device)[:, None]
+        at_key = torch.arange(num_keys, device=q.device)
+        visible = at_key <= at_query
+        if window > 0:
+            visible &= at_key > at_query - window
+    if softcap:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = softcap * torch.tanh(q.to(wide) @ k.to(wide).mT * (scale / softcap))
+        out = (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v.to(wide)).to(q.dtype)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None, scale=scale)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _check(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    query_start: Tensor,
+    window: int,
+    softcap: float,
+) -> None:
+    op = "paged_attention"
+    check_shapes(
+        op,
+        q=(q_THD, "THD"),
+        k_cache=(k_cache, "NBGD"),
+        v_cache=(v_cache, "NBGE"),
+        block_tables=(block_tables_SM, "SM"),
+        seq_lens=(seq_lens_S, "S"),
+        query_start=(query_start, "Q"),
+    )
+    heads, kv_heads = q_THD.shape[1], k_cache.shape[2]
+    if heads % kv_heads:
+        raise ValueError(
+            f"{op}: q has {heads} heads and k_cache {kv_heads}; the first must be a multiple of the second"
+        )
+    num_seqs, num_starts = seq_lens_S.shape[0], query_start.shape[0]
+    if isinstance(num_seqs, int) and isinstance(num_starts, int) and num_starts != num_seqs + 1:
+        raise ValueError(
+            f"{op}: query_start has {num_starts} entries for {num_seqs} seq_lens; it needs one more"
+        )
+    if window < 0 or softcap < 0:
+        raise ValueError(f"{op}: window={window}, softcap={softcap}; both must be positive, or 0 for none")
+    check_types(op, FLOATS, q=q_THD, k_cache=k_cache, v_cache=v_cache)
+    for name, index in (
+        ("block_tables", block_tables_SM),
+        ("seq_lens", seq_lens_S),
+        ("query_start", query_start),
+    ):
+        check_types(op, INTEGERS, **{name: index})
+        check_device(op, "q", q_THD, name, index)
+
+
+def _on_cpu(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    _check(q_THD, k_cache, v_cache, block_tables_SM, seq_lens_S, query_start, window, softcap)
+    return paged_attention_reference(
+        q_THD, k_cache, v_cache, block_tables_SM, seq_lens_S, query_start, scale, window, softcap
+    )
+
+
+torch.library.define(
+    "ostinato::paged_attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start, "
+    "float scale, int window, float softcap) -> Tensor",
+)
+torch.library.impl("ostinato::paged_attention", "CPU", _on_cpu)
+
+
+@torch.library.register_fake("ostinato::paged_attention")
+def _fake(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_SM: Tensor,
+    seq_lens_S: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    _check(q_THD, k_cache, v_cache, block_tables_SM, seq_lens_S, query_start, window, softcap)
+    return q_THD.new_empty((q_THD.shape[0], q_THD.shape[1], v_cache.shape[3]))
+
+
+OP = torch.ops.ostinato.paged_attention.default
