@@ -1,14 +1,15 @@
 """`ElasticBuffer`: memory at a fixed address that grows and shrinks without moving.
 
-One reservation holds S equal segments, one behind the other; all have the same number of committed bytes, counted
-from their start (K and V planes of a layer: S = 2; a single plane: S = 1). Memory comes in granules of the driver.
-A segment need not end where a granule ends: a granule that straddles the border belongs to the segment that starts
-in it, and is mapped once, as soon as anything is committed.
+One reservation holds S equal segments, one behind the other; all have the same number of committed bytes,
+counted from their start (K and V planes of a layer: S = 2; a single plane: S = 1). Memory comes in granules
+of the driver. A segment need not end where a granule ends: a granule that straddles the border belongs to the
+segment that starts in it, and is mapped once, as soon as anything is committed.
 
     capacity 10, committed 4     |AAAA......|BBBB......|
     granules of 4                [0 ][1 ][2 ][3 ][4 ]        mapped: 0 for A; 2 (straddles) and 3 for B
 
-Shrinking gives back whole extents (handles) only; what stays mapped behind the committed bytes serves the next growth.
+Shrinking gives back whole extents (handles) only; what stays mapped behind the committed bytes serves the
+next growth.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class _Owner:
 class ElasticBuffer:
     """S segments that grow in lockstep under one fixed base address.
 
-    Not thread-safe: one thread at a time calls the methods. Tensors may be used from any thread, as far as they stay
-    inside the committed bytes; touching more is a fault that ends the process (on a GPU: an error of the device).
-    Tensors keep the memory alive: after `close` it is freed when the last of them is gone.
+    Not thread-safe: one thread at a time calls the methods. Tensors may be used from any thread, as far as
+    they stay inside the committed bytes; touching more is a fault that ends the process (on a GPU: an error
+    of the device). Tensors keep the memory alive: after `close` it is freed when the last of them is gone.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ElasticBuffer:
 
     @property
     def physical_bytes(self) -> int:
-        """Bytes that this buffer holds: of all its handles, or of the whole reservation if the driver is not elastic."""
+        """Bytes of all handles held; of the whole reservation if the driver is not elastic."""
         return self._range.physical_bytes if self.driver.is_elastic else self._range.size
 
     @property
@@ -92,7 +93,7 @@ class ElasticBuffer:
 
     @property
     def is_released(self) -> bool:
-        """True between `release_physical` and `recommit`: addresses and `committed_bytes` stay, memory is gone."""
+        """True between `release_physical` and `recommit`: addresses stay, memory is gone."""
         return self._is_released
 
     @property
@@ -108,8 +109,9 @@ class ElasticBuffer:
     def grow(self, segment_bytes: int, *, zero_new: bool = False) -> None:
         """Commit the first `segment_bytes` of every segment; bytes so far and all addresses stay.
 
-        New bytes are zero with `zero_new`, else of any value. All or nothing: a driver's error (`VmmOutOfMemory`,
-        `VmmError`) is raised after what was done is undone. Cost on the host: see `HostVmm.create`.
+        New bytes are zero with `zero_new`, else of any value. All or nothing: a driver's error
+        (`VmmOutOfMemory`, `VmmError`) is raised after what was done is undone. Cost on the host: see
+        `HostVmm.create`.
         """
         self._check_usable("grow")
         if segment_bytes < self._committed:
@@ -118,7 +120,7 @@ class ElasticBuffer:
             )
         if segment_bytes > self.capacity_bytes:
             raise ValueError(
-                f"grow({segment_bytes}): segments were reserved with {self.capacity_bytes} bytes; reserve more at start"
+                f"grow({segment_bytes}): only {self.capacity_bytes} bytes were reserved; reserve more at start"
             )
         before = self._range.extend(self._lengths(segment_bytes), self._extent_granules)
         if zero_new:
@@ -128,14 +130,14 @@ class ElasticBuffer:
     def shrink(self, segment_bytes: int) -> None:
         """Keep the first `segment_bytes` of every segment; whole extents behind them go back to the driver.
 
-        If the driver refuses to unmap, all is put back as it was and its error raised (were it to refuse that too,
-        `committed_bytes` tells what is left). If it refuses to release, the shrink is done and the error raised;
-        that memory counts in `physical_bytes` and is tried again by every later call.
+        If the driver refuses to unmap, all is put back as it was and its error raised (were it to refuse that
+        too, `committed_bytes` tells what is left). If it refuses to release, the shrink is done and the error
+        raised; that memory counts in `physical_bytes` and is tried again by every later call.
         """
         self._check_usable("shrink")
         if not 0 <= segment_bytes <= self._committed:
             raise ValueError(
-                f"shrink({segment_bytes}): must be 0 to {self._committed}, the committed bytes; grow makes it more"
+                f"shrink({segment_bytes}): must be 0 to {self._committed} (committed bytes); grow makes it more"
             )
         self._cut(segment_bytes)
         self._committed = segment_bytes
@@ -164,7 +166,7 @@ class ElasticBuffer:
         self._fill(max(self._owned))
 
     def segment(self, index: int) -> torch.Tensor:
-        """A segment over its whole capacity, uint8 [capacity_bytes]; only the committed bytes may be touched."""
+        """A segment over its whole capacity, uint8 [capacity_bytes]; touch only the committed bytes."""
         return self._window("segment", index, self.capacity_bytes)
 
     def narrowed(self, index: int) -> torch.Tensor:
@@ -173,7 +175,7 @@ class ElasticBuffer:
         return self._window("narrowed", index, self._committed)
 
     def prefix(self) -> torch.Tensor:
-        """The committed bytes of a buffer with one segment, uint8 [committed_bytes]; the storage ends with them."""
+        """`narrowed(0)` of a buffer that has no other segment."""
         if self.segments != 1:
             raise ValueError(
                 f"prefix: committed bytes of {self.segments} segments are apart; use narrowed(index)"
@@ -193,7 +195,7 @@ class ElasticBuffer:
                 )
 
     def close(self) -> bool:
-        """Let go of the memory; repeated calls do no harm. False: tensors still hold it, it goes with the last one."""
+        """Let go of the memory; repeated calls do no harm. False: it goes with the last tensor over it."""
         self._owner = None
         return self._range.is_freed
 

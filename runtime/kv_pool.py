@@ -1,7 +1,7 @@
-"""`KVPool`: the KV planes of all layers, committed to the same number of blocks, growing and shrinking in place.
+"""`KVPool`: the KV planes of all layers, with the same blocks committed, growing and shrinking in place.
 
-Shapes: a plane is [capacity_blocks, block_tokens, kv_heads, size]. Its tensor spans the reserved capacity and never
-moves; only blocks below `committed_blocks` may be touched.
+Shapes: a plane is [capacity_blocks, block_tokens, kv_heads, size]. Its tensor spans the reserved capacity and
+never moves; only blocks below `committed_blocks` may be touched.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def plan_capacity(
 ) -> tuple[int, int]:
     """(blocks to commit at start, blocks to reserve addresses for).
 
-    Addresses cost nothing: the capacity is what `kv.max_gib` allows, or all memory less the headroom; growth stops
-    earlier when memory is not really free. Without elastic memory both numbers are the same.
+    Addresses cost nothing: the capacity is what `kv.max_gib` allows, or all memory less the headroom; growth
+    stops earlier when memory is not really free. Without elastic memory both numbers are the same.
     Raises `ConfigError` if `min_blocks` (what the engine cannot work without) do not fit.
     """
     state = limits.read()
@@ -44,8 +44,8 @@ def plan_capacity(
     free = min(limits.available() // block_bytes, capacity)
     if free < min_blocks:
         raise ConfigError(
-            f"KV memory: at least {min_blocks} blocks of {block_bytes} bytes ({min_blocks * block_bytes >> 20} MiB) are "
-            f"needed, {free * block_bytes >> 20} MiB may be taken ({state.free_bytes >> 20} MiB free by {state.source}, "
+            f"KV memory: {min_blocks} blocks of {block_bytes} bytes ({min_blocks * block_bytes / 2**20:.1f} MiB) are "
+            f"needed at least, {max(free, 0)} may be taken ({state.free_bytes >> 20} MiB free by {state.source}, "
             f"headroom {limits.headroom_bytes >> 20} MiB, kv.max_gib={kv.max_gib:g}); free memory, lower "
             "kv.headroom_gib or max_model_len, or raise kv.max_gib"
         )
@@ -56,11 +56,11 @@ def plan_capacity(
 class KVPool:
     """KV planes of all layers over elastic memory.
 
-    One thread (the engine loop, between steps) calls `commit`, `shrink` and the other verbs; nothing here is locked.
-    The tensors may be read and written from any thread, in committed blocks. Numbers (`committed_blocks`,
-    `physical_bytes`) may be read from any thread and are right between two calls.
-    Tensors keep the memory alive: after `close` it is freed when the last plane or view is gone, and so using one
-    of them late is never a fault.
+    One thread (the engine loop, between steps) calls `commit`, `shrink` and the other verbs; nothing here is
+    locked. The tensors may be read and written from any thread, in committed blocks. Numbers
+    (`committed_blocks`, `physical_bytes`) may be read from any thread and are right between two calls.
+    Tensors keep the memory alive: after `close` it is freed when the last plane or view is gone, and so using
+    one of them late is never a fault.
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class KVPool:
         return not self._buffers
 
     def planes(self) -> list[torch.Tensor]:
-        """k of layer 0, v of layer 0, k of layer 1, ..., each [capacity_blocks, block_tokens, kv_heads, size]."""
+        """k0, v0, k1, v1, ... each [capacity_blocks, block_tokens, kv_heads, size]."""
         self._check_open("planes")
         return list(self._planes)
 
     def narrowed(self) -> list[torch.Tensor]:
         """The planes cut to the committed blocks: same address and strides, and the storage ends there too.
 
-        For those who register memory elsewhere. Such a view does not follow later growth, and must not be used for
-        blocks that were shrunk away since.
+        For those who register memory elsewhere. Such a view does not follow later growth, and must not be
+        used for blocks that were shrunk away since.
         """
         self._check_usable("narrowed")
         return [self._shaped(p.sized.buffer.narrowed(p.segment), p, self._committed) for p in self._places]
@@ -141,11 +141,12 @@ class KVPool:
     def commit(self, num_blocks: int) -> int:
         """Make blocks 0 to `num_blocks` usable, new ones zeroed; return `committed_blocks`.
 
-        The result is more than asked where granules hold more anyway, and less at the capacity or where memory less
-        the headroom does not allow it (`stopped_by` tells); nothing is raised then. Never takes blocks away.
-        Goes in steps of `grow_step` blocks, each of them for all layers or for none; to keep a decode step short, ask
-        for `committed_blocks + grow_step`.
-        Raises `VmmError` if the driver fails for another reason than lack of memory; what earlier steps gave stays.
+        The result is more than asked where granules hold more anyway, and less at the capacity or where
+        memory less the headroom does not allow it (`stopped_by` tells); nothing is raised then. Never takes
+        blocks away. Goes in steps of `grow_step` blocks, each of them for all layers or for none; to keep a
+        decode step short, ask for `committed_blocks + grow_step`.
+        Raises `VmmError` if the driver fails for another reason than lack of memory; what earlier steps gave
+        stays.
         """
         self._check_usable("commit")
         if num_blocks < 0:
@@ -173,9 +174,10 @@ class KVPool:
     def shrink(self, num_blocks: int) -> int:
         """Keep blocks 0 to `num_blocks` and give memory behind them back; return `committed_blocks`.
 
-        Does nothing if no more are committed. The caller has made sure that nothing uses the blocks behind; the
-        driver waits for work in flight. If the driver fails in a layer, all others are shrunk and `VmmError` is
-        raised: the blocks are gone for everybody, the memory counts in `physical_bytes`, a second call tries again.
+        Does nothing if no more are committed. The caller has made sure that nothing uses the blocks behind;
+        the driver waits for work in flight. If the driver fails in a layer, all others are shrunk and
+        `VmmError` is raised: the blocks are gone for everybody, the memory counts in `physical_bytes`, a
+        second call tries again.
         """
         self._check_usable("shrink")
         if num_blocks < 0:
@@ -194,7 +196,8 @@ class KVPool:
     def release_physical(self) -> None:
         """Give all memory back but keep addresses and planes; content is lost and nothing may be touched.
 
-        If the driver fails in a layer, all others are released and `VmmError` is raised; a second call tries again.
+        If the driver fails in a layer, all others are released and `VmmError` is raised; a second call tries
+        again.
         """
         self._check_open("release_physical")
         self._is_released = True
@@ -209,7 +212,7 @@ class KVPool:
             raise failure
 
     def recommit(self) -> int:
-        """Undo `release_physical`; all blocks read zero. All or nothing: on `VmmError` the pool stays released."""
+        """Undo `release_physical`; blocks read zero. All or nothing: on `VmmError` the pool stays released."""
         self._check_open("recommit")
         if not self._is_released:
             raise ValueError("recommit: nothing was released; call release_physical first")
@@ -225,9 +228,10 @@ class KVPool:
         return self._committed
 
     def defragment(self) -> None:
-        """Back each plane by one handle (for transfer engines that register memory); content is lost and reads zero.
+        """Back each plane by one handle, for those who register memory; content is lost and reads zero.
 
-        All or nothing: on `VmmError` the pool is released, and `recommit` may still succeed with small handles.
+        All or nothing: on `VmmError` the pool is released, and `recommit` may still succeed with small
+        handles.
         """
         self._check_usable("defragment")
         try:

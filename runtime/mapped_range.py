@@ -1,7 +1,8 @@
 """`MappedRange`: one reservation and the physical memory mapped under it, in runs of neighbouring extents.
 
-An extent is one handle, mapped once, one or more granules. A run starts at a fixed granule and grows and shrinks at
-its end. This file is where driver calls are made and undone; what the runs mean is `ElasticBuffer`'s business.
+An extent is one handle, mapped once, one or more granules. A run starts at a fixed granule and grows and
+shrinks at its end. This file is where driver calls are made and undone; what the runs mean is
+`ElasticBuffer`'s business.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ log = logging.getLogger(__name__)
 
 
 class Extent(NamedTuple):
-    """One handle. Granules are counted from the start of the reservation."""
+    """One handle. In granules, counted from the start of the reservation."""
 
     first: int
-    count: int
+    size: int
     handle: int
 
 
 class MappedRange:
-    """A reservation with runs that start at granules `starts`; the caller sees to it that runs do not overlap."""
+    """A reservation with runs that start at granules `starts`; the caller keeps runs from overlapping."""
 
     def __init__(self, driver: VmmDriver, size: int, starts: Sequence[int]) -> None:
         self.driver = driver
@@ -39,13 +40,13 @@ class MappedRange:
     def granules(self, run: int) -> int:
         """Granules mapped in a run."""
         extents = self.runs[run]
-        return extents[-1].first + extents[-1].count - self.starts[run] if extents else 0
+        return extents[-1].first + extents[-1].size - self.starts[run] if extents else 0
 
     @property
     def physical_bytes(self) -> int:
         """Bytes of all handles held, stray ones too."""
         held = sum(map(self.granules, range(len(self.runs))))
-        return (held + sum(extent.count for extent, _ in self._stray)) * self.granule
+        return (held + sum(extent.size for extent, _ in self._stray)) * self.granule
 
     def extend(self, lengths: Sequence[int], extent_granules: int) -> list[int]:
         """Make each run at least so many granules long; return the lengths before. All or nothing."""
@@ -70,9 +71,10 @@ class MappedRange:
     def cut(self, lengths: Sequence[int]) -> None:
         """Give back the extents that begin at or behind these lengths, from the ends of the runs.
 
-        If an unmap fails, the extents unmapped so far are mapped again with their bytes, and the error is raised.
-        Where even that fails the run stays shorter: look at `granules` afterwards.
-        If a release fails, the cut is done all the same and the handle is kept for `settle`, which raises the error.
+        If an unmap fails, the extents unmapped so far are mapped again with their bytes, and the error is
+        raised. Where even that fails the run stays shorter: look at `granules` afterwards.
+        If a release fails, the cut is done all the same and the handle is kept for `settle`, which raises the
+        error.
         """
         self._give_back_stray()
         self.driver.quiesce()
@@ -96,7 +98,7 @@ class MappedRange:
             raise failure
 
     def free(self) -> None:
-        """Give everything back. Never raises: it runs when the last tensor is collected. Failures go to the log."""
+        """Give everything back. Never raises, as it runs when the last tensor is collected: see the log."""
         self.is_freed = True
         try:
             self.driver.quiesce()
@@ -109,13 +111,13 @@ class MappedRange:
 
     def check(self) -> None:
         """Raise `VmmError` if a run has a gap or the driver has other books."""
-        mapped = sum(extent.count for extent, is_mapped in self._stray if is_mapped)
+        mapped = sum(extent.size for extent, is_mapped in self._stray if is_mapped)
         for run, extents in enumerate(self.runs):
             at = self.starts[run]
             for extent in extents:
-                if extent.first != at or extent.count < 1:
+                if extent.first != at or extent.size < 1:
                     raise VmmError(f"run {run}: {extent} does not continue at granule {at}")
-                at += extent.count
+                at += extent.size
             mapped += at - self.starts[run]
         by_driver = self.driver.mapped_bytes(self.base, self.size)
         if by_driver != mapped * self.granule:
@@ -124,7 +126,7 @@ class MappedRange:
             )
 
     def _place(self, extent: Extent) -> tuple[int, int]:
-        return self.base + extent.first * self.granule, extent.count * self.granule
+        return self.base + extent.first * self.granule, extent.size * self.granule
 
     def _create(self, first: int, count: int) -> Extent:
         address, size = self.base + first * self.granule, count * self.granule
@@ -156,7 +158,7 @@ class MappedRange:
                 self.runs[run].append(extent)
             except VmmError as error:
                 broken.add(run)
-                log.warning("an extent of %d granules could not be mapped again: %s", extent.count, error)
+                log.warning("an extent of %d granules could not be mapped again: %s", extent.size, error)
         self._give_back_stray()
 
     def _give_back_stray(self) -> VmmError | None:

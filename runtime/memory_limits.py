@@ -1,4 +1,4 @@
-"""How much memory is really free: what the kernel calls available, and what every cgroup above us still allows."""
+"""How much memory is really free: what the kernel calls available, and what our cgroups still allow."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _machine(root: Path) -> MemoryState:
 
 
 def _memory_groups(root: Path) -> list[_Group]:
-    """Folders of our memory cgroup and all above it, as far as they are visible (a container sees its own part)."""
+    """Our memory cgroup and all above it, as far as they are visible (a container sees its own part)."""
     try:
         own = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()

@@ -1,8 +1,9 @@
 """`VmmDriver`: virtual memory of one device as eight calls, so that one `ElasticBuffer` serves every device.
 
-An address range is reserved once, at no cost. Physical memory is created as handles and mapped under the range
-piece by piece; the address never changes. Drivers: `vmm_host` (Linux), `vmm_plain` (anywhere, cannot grow).
-What physical memory is like (device, shareable or not) is a matter of a driver's constructor, not of these calls.
+An address range is reserved once, at no cost. Physical memory is created as handles and mapped under the
+range piece by piece; the address never changes. Drivers: `vmm_host` (Linux), `vmm_plain` (anywhere, cannot
+grow). What physical memory is like (device, shareable or not) is a matter of a driver's constructor, not of
+these calls.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class VmmDriver(Protocol):
         ...
 
     def quiesce(self) -> None:
-        """Return when no work given to the device before can still touch memory; called before any `unmap`."""
+        """Return when no work given to the device before can touch memory; called before any `unmap`."""
         ...
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
@@ -95,5 +96,5 @@ class VmmDriver(Protocol):
         ...
 
     def mapped_bytes(self, address: int, size: int) -> int:
-        """Bytes of the range under which there is memory, by the driver's own books. For checks, not for speed."""
+        """Bytes of the range that are mapped, by the driver's own books. For checks, not for speed."""
         ...

@@ -17,13 +17,14 @@ import resource
 import sys
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ostinato.runtime.vmm import VmmError, VmmOutOfMemory
 
 DEFAULT_GRANULARITY = 64 << 10
-"""Bytes. Huge pages are off for memfd by default (shmem_enabled=never), so a larger granule only wastes more."""
+"""Bytes. Larger ones gain nothing: huge pages are off for memfd by default (shmem_enabled=never)."""
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -54,7 +55,7 @@ class HostVmm:
     def __init__(self, granularity: int = DEFAULT_GRANULARITY) -> None:
         if granularity < mmap.PAGESIZE or granularity & (granularity - 1):
             raise ValueError(
-                f"granularity={granularity}: must be a power of two of at least {mmap.PAGESIZE} bytes (one page)"
+                f"granularity={granularity}: must be a power of two and at least a page, {mmap.PAGESIZE} bytes"
             )
         self.granularity = granularity
         self._lock = threading.Lock()
@@ -121,7 +122,10 @@ class HostVmm:
         _munmap(address, size)
 
     def create(self, size: int, *, at: int | None = None) -> int:
-        """Allocate `size` zeroed bytes: 0.25 ms per MiB (2 vCPU Xeon, Linux 6.18; first touch costs the same again)."""
+        """Allocate `size` zeroed bytes.
+
+        0.25 ms per MiB, and as much again at first touch (2 vCPU Xeon, Linux 6.18, 64 KiB to 2 MiB at once).
+        """
         self._check(size, "size")
         if at is not None:
             self._check(at, "at")
@@ -186,7 +190,8 @@ class HostVmm:
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
         """A uint8 tensor [size] over addresses, mapped or not; its storage keeps `owner` alive."""
-        window = type("_Window", (ctypes.c_char * size,), {}).from_address(address)
+        kind: Any = type("_Window", (ctypes.c_char * size,), {})  # Any: ctypes classes made at run time
+        window = kind.from_address(address)
         window.owner = owner
         return torch.frombuffer(window, dtype=torch.uint8)
 

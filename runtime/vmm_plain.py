@@ -1,4 +1,4 @@
-"""The driver for devices without virtual memory calls: a reservation is one plain allocation, paid in full."""
+"""The driver for devices without virtual memory calls: a reservation is one plain allocation."""
 
 from __future__ import annotations
 
