@@ -1,0 +1,21 @@
+"""What every test run needs: no spinning OpenMP threads, and Triton's interpreter where there is no GPU."""
+
+import os
+
+# A spinning OpenMP team makes two busy processes on two cores several times slower; read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False"))
