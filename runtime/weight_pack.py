@@ -1,0 +1,182 @@
+"""Packed weights: executes a weight program into one safetensors file, and maps that file back.
+
+Every tensor starts at a multiple of 64 bytes of the file, so that kernels may use aligned loads. The format allows no
+gaps, so a gap is a small uint8 tensor of its own, named `__pad__.N`; loading leaves those out.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import mmap
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import ArtifactError, CompileError, ModelError
+from ostinato.graph.checkpoint import DTYPES, TensorPlace, read_header
+from ostinato.ops.weight_expr import Expr, evaluate
+from ostinato.runtime.file_hash import hash_file
+
+ALIGN = 64
+PAD = "__pad__."
+READ_BYTES = 64 * 2**20
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Progress = Callable[[str, int, int], None]  # tensor name, tensors done, tensors in all
+
+
+class PackedFile(NamedTuple):
+    """What was written: size of the file, and its digest as `hash_file` gives it."""
+
+    bytes: int
+    digest: str
+
+
+def pack(
+    exprs: Mapping[str, Expr],
+    read: Callable[[str], Tensor],
+    out: Path,
+    *,
+    progress: Progress | None = None,
+    dtype: torch.dtype | None = None,
+) -> PackedFile:
+    """Evaluate each expression and stream it into `out`; peak memory is about one checkpoint tensor.
+
+    `dtype`: number type of all floating results; None keeps their own. The file appears under its name only when
+    it is complete and on the disk. Raises CompileError when the disk is full; nothing is left behind then.
+    """
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            _write_all(file, exprs, read, progress, dtype)
+            file.flush()
+            os.fsync(file.fileno())
+        packed = PackedFile(temporary.stat().st_size, hash_file(temporary))
+        os.replace(temporary, out)
+        _sync_folder(out.parent)
+        return packed
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(out.parent).free
+        raise CompileError(
+            f"{out}: the disk is full ({free / 2**20:.0f} MiB free) while packing the weights; "
+            "make room or choose another output folder"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(
+    file: IO[bytes],
+    exprs: Mapping[str, Expr],
+    read: Callable[[str], Tensor],
+    progress: Progress | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Data first, behind room for the header; the header last, when all shapes are known."""
+    room = 64 + sum(2 * len(json.dumps(name)) + 400 for name in exprs)
+    base = -(-(8 + room) // ALIGN) * ALIGN
+    header: dict[str, dict[str, object]] = {}
+    file.seek(base)
+    at = 0
+    for done, (name, expr) in enumerate(exprs.items(), 1):
+        if gap := -at % ALIGN:
+            header[f"{PAD}{done}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
+            file.write(bytes(gap))
+            at += gap
+        shape, found = _write(file, expr, read, dtype)
+        end = at + math.prod(shape) * found.itemsize
+        header[name] = {"dtype": _NAMES[found], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+        if progress is not None:
+            progress(name, done, len(exprs))
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(base - 8)
+    file.seek(0)
+    file.write((base - 8).to_bytes(8, "little") + text)
+
+
+def _write(
+    file: IO[bytes], expr: Expr, read: Callable[[str], Tensor], dtype: torch.dtype | None
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Write one expression. Parts joined along the first dimension are written one after another, never joined."""
+    if expr[0] in ("concat", "stack") and expr[1] == 0:
+        specs = [_write(file, part, read, dtype) for part in expr[2]]
+        shapes = [shape for shape, _ in specs]
+        inner = [shape if expr[0] == "stack" else shape[1:] for shape in shapes]
+        if any(part != inner[0] for part in inner) or any(found != specs[0][1] for _, found in specs):
+            raise CompileError(f"parts of a weight do not fit together: {specs}")
+        first = len(specs) if expr[0] == "stack" else sum(shape[0] for shape in shapes)
+        return (first, *inner[0]), specs[0][1]
+    made = evaluate(expr, read)
+    if dtype is not None and made.is_floating_point():
+        made = made.to(dtype)
+    if made.numel():
+        file.write(memoryview(made.contiguous().view(-1).view(torch.uint8).numpy()))
+    return tuple(made.shape), made.dtype
+
+
+def load_packed(path: Path, *, copy: bool = False) -> dict[str, Tensor]:
+    """All packed tensors by name.
+
+    copy=False: views of a read-only mapping of the file; nothing is read until it is used, writing to one crashes.
+    copy=True: private memory, in huge pages where the system grants them, read at once by several threads.
+    Raises ArtifactError when the file is missing, or its size does not fit its header.
+    """
+    try:
+        places = read_header(path)
+    except ModelError as error:
+        raise ArtifactError(f"{error}; or compile the model again") from error
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if copy:
+            memory = mmap.mmap(-1, size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            _read_into(file.fileno(), memory, size, path)
+        else:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return {name: _view(memory, place) for name, place in places.items() if not name.startswith(PAD)}
+
+
+def _read_into(descriptor: int, memory: mmap.mmap, size: int, path: Path) -> None:
+    target = memoryview(memory)
+
+    def read_piece(start: int) -> None:
+        stop = min(start + READ_BYTES, size)
+        while start < stop:
+            count = os.preadv(descriptor, [target[start:stop]], start)
+            if count == 0:
+                raise ArtifactError(
+                    f"{path}: ended at byte {start} of {size} while it was read; compile again"
+                )
+            start += count
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(read_piece, range(0, size, READ_BYTES)))
+
+
+def _view(memory: mmap.mmap, place: TensorPlace) -> Tensor:
+    if place.start == place.stop:
+        return torch.empty(place.shape, dtype=place.dtype)
+    with warnings.catch_warnings():  # torch warns that it cannot forbid writes to read-only memory
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        flat = torch.frombuffer(memory, dtype=place.dtype, count=math.prod(place.shape), offset=place.start)
+    return flat.reshape(place.shape)
