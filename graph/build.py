@@ -40,27 +40,23 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def build_model(config_dict: dict[str, Any], dtype: torch.dtype, hooks: CaptureHooks) -> BuiltModel:
-    """Instantiate the class that `architectures` names; raise ModelError when transformers does not know it."""
+def build_model(config: Any, dtype: torch.dtype, hooks: CaptureHooks) -> BuiltModel:
+    """Instantiate the class that transformers' `config` names, for number type `dtype`.
+
+    Raises ModelError when it is no causal language model that transformers defines.
+    """
     import transformers
     from transformers.initialization import no_init_weights
 
-    model_type = config_dict.get("model_type")
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        raise ModelError(
-            f"config.json: model_type={model_type!r} is not known to transformers {transformers.__version__}; "
-            "upgrade transformers, or convert the model to a known architecture"
-        )
-    config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(config_dict))
-    architecture = _architecture(config_dict, config)
+    architecture = _architecture(config)
     model_class = getattr(transformers, architecture, None)
     if model_class is None or not architecture.endswith("ForCausalLM"):
         raise ModelError(
-            f"config.json: architectures={config_dict.get('architectures')!r}: only causal language models that "
-            f"transformers {transformers.__version__} defines (names ending in ForCausalLM) can be compiled"
+            f"config.json: architectures={config.architectures!r}: only causal language models that transformers "
+            f"{transformers.__version__} defines (names that end in ForCausalLM) can be compiled"
         )
     config.use_cache = False
-    _refuse_length_dependent_rope(config_dict)
+    _refuse_length_dependent_rope(config.to_dict())
     with hooks.registered(), no_init_weights(), _EmptyOnMeta(), torch.no_grad():
         kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
         model = model_class._from_config(config, **kwargs)
@@ -96,17 +92,14 @@ def _refuse_length_dependent_rope(config: Any, where: str = "config.json") -> No
             _refuse_length_dependent_rope(value, f"{where}: {key}")
 
 
-def _architecture(config_dict: dict[str, Any], config: Any) -> str:
-    names = config_dict.get("architectures") or []
-    if names:
-        return str(names[0])
+def _architecture(config: Any) -> str:
+    if config.architectures:
+        return str(config.architectures[0])
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is None:
-        raise ModelError(
-            f"config.json: model_type={config.model_type!r} has no causal language model in transformers"
-        )
+        raise ModelError(f"config.json: model_type={config.model_type!r} has no causal language model in transformers")
     return str(name if isinstance(name, str) else name[0])
 
 

@@ -103,6 +103,7 @@ def capture(
 def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.export.ExportedProgram:
     tokens = Dim("T", min=1, max=MAX_STEP_TOKENS)
     seqs = Dim("B", min=1, max=4096)
+    num_blocks = Dim("NB", min=1, max=1 << 30)
     shapes: dict[str, Any] = {
         "token_ids": {0: tokens},
         "positions": {0: tokens},
@@ -111,10 +112,8 @@ def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.expo
         "seq_lens": {0: seqs},
         "query_start": {0: seqs + 1},
         "logit_rows": {0: Dim("R", min=0, max=MAX_STEP_TOKENS)},
-        "kv": [{0: Dim("NB", min=1, max=1 << 30)}] * len(planes) if planes else [],
+        "kv": [{0: num_blocks} for _ in planes],
     }
-    num_blocks = Dim("NB", min=1, max=1 << 30)
-    shapes["kv"] = [{0: num_blocks} for _ in planes]
     try:
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):
             return torch.export.export(step, (*inputs, planes), strict=False, dynamic_shapes=shapes)
@@ -144,15 +143,13 @@ def _name_weights(
             node.meta["role"] = "kv" if spec.arg.name.startswith("kv") else "step"
             continue
         target = str(spec.target).removeprefix("model.") if spec.target else ""
-        if spec.kind == InputKind.CONSTANT_TENSOR:
-            target = f"constant.{spec.target}"
-            constants[target] = exported.constants[str(spec.target)]
-        elif target in built.constants:
-            constants[target] = built.constants[target]
+        if spec.kind == InputKind.CONSTANT_TENSOR or target in built.constants:
+            known = target in built.constants
+            value = built.constants[target] if known else exported.constants[str(spec.target)]
+            target = f"constant:{target}"
+            constants[target] = value
         elif target not in built.params and target not in built.tied:
-            raise CompileError(
-                f"{type(built.model).__name__}: traced tensor {spec.target} is not a parameter"
-            )
+            raise CompileError(f"{type(built.model).__name__}: traced tensor {spec.target} is not a parameter")
         target = built.tied.get(target, target)
         if target in seen:
             node.replace_all_uses_with(seen[target])
