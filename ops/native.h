@@ -1,0 +1,139 @@
+// Shared by the native CPU kernels: vectors, bfloat16, scratch memory and the thread team.
+//
+// Plain C ABI and no torch header, so that a build takes a second. Vectors are GCC/Clang vector
+// extensions: one source for AVX-512, AVX2 and others; the compiler splits what a target has not got.
+#pragma once
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#define OSTINATO_API extern "C" __attribute__((visibility("default")))
+#define INLINE inline __attribute__((always_inline))
+
+constexpr int LANES = 16;  // float32 values in one vector
+typedef float f32v __attribute__((vector_size(64)));
+typedef int32_t i32v __attribute__((vector_size(64)));
+typedef uint32_t u32v __attribute__((vector_size(64)));
+typedef uint16_t u16v __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Round to nearest, ties to even; a NaN stays a (quiet) NaN.
+INLINE bf16 to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return {uint16_t((bits >> 16) | 0x40)};
+    return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
+}
+
+template <class T> INLINE T from_float(float x);
+template <> INLINE float from_float<float>(float x) { return x; }
+template <> INLINE bf16 from_float<bf16>(float x) { return to_bf16(x); }
+
+INLINE f32v load(const float *p) {
+    f32v v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE f32v load(const bf16 *p) {
+    u16v raw;
+    memcpy(&raw, p, sizeof raw);
+    return (f32v)(__builtin_convertvector(raw, u32v) << 16);
+}
+INLINE void store(float *p, f32v v) { memcpy(p, &v, sizeof v); }
+INLINE u16v round_bits(f32v v) {
+    u32v bits = (u32v)v;
+    u32v is_nan = (u32v)((bits & 0x7fffffffu) > 0x7f800000u);
+    u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((is_nan & ((bits >> 16) | 0x40)) | (~is_nan & rounded), u16v);
+}
+INLINE void store(bf16 *p, f32v v) {
+    u16v raw = round_bits(v);
+    memcpy(p, &raw, sizeof raw);
+}
+// The first `count` (< LANES) values; the other lanes are zero. Nothing past them is touched.
+template <class T> INLINE f32v load_some(const T *p, long count) {
+    T tail[LANES] = {};
+    memcpy(tail, p, count * sizeof(T));
+    return load(tail);
+}
+template <class T> INLINE void store_some(T *p, f32v v, long count) {
+    T tail[LANES];
+    store(tail, v);
+    memcpy(p, tail, count * sizeof(T));
+}
+// What a value becomes when it is kept in T for a moment.
+template <class T> INLINE f32v rounded(f32v v);
+template <> INLINE f32v rounded<float>(f32v v) { return v; }
+template <> INLINE f32v rounded<bf16>(f32v v) { return (f32v)(__builtin_convertvector(round_bits(v), u32v) << 16); }
+
+INLINE float sum(f32v v) {
+    typedef float f32x8 __attribute__((vector_size(32)));
+    typedef float f32x4 __attribute__((vector_size(16)));
+    f32x8 low, high;
+    memcpy(&low, &v, 32);
+    memcpy(&high, (const char *)&v + 32, 32);
+    low += high;
+    f32x4 a, b;
+    memcpy(&a, &low, 16);
+    memcpy(&b, (const char *)&low + 16, 16);
+    a += b;
+    return (a[0] + a[2]) + (a[1] + a[3]);
+}
+
+// Memory of the calling thread that is reused from call to call; 64-byte aligned. Slot: one of few uses in a call.
+template <int SLOT> INLINE void *scratch(size_t bytes) {
+    static thread_local void *block = nullptr;
+    static thread_local size_t size = 0;
+    if (bytes > size) {
+        free(block);
+        size = (bytes + 4095) & ~size_t(4095);
+        block = aligned_alloc(64, size);
+        if (!block) abort();
+    }
+    return block;
+}
+
+// The thread team is the one torch uses: its OpenMP runtime is handed over at load (native.py), so that
+// torch.set_num_threads counts here too and no second pool of spinning threads exists.
+typedef void (*ParallelFn)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
+extern ParallelFn team_parallel;
+extern int (*team_size)();
+
+// body(i) for i in [0, tasks), spread over the team; tasks are taken one by one, so a late thread takes fewer.
+template <class Body> INLINE void parallel_for(long tasks, bool worth_a_team, const Body &body) {
+    long threads = worth_a_team && team_parallel ? team_size() : 1;
+    if (threads > tasks) threads = tasks;
+    if (threads <= 1) {
+        for (long i = 0; i < tasks; i++) body(i);
+        return;
+    }
+    struct Job {
+        const Body *body;
+        long tasks;
+        alignas(64) long next;
+    } job = {&body, tasks, 0};
+    team_parallel(
+        [](void *data) {
+            Job *job = (Job *)data;
+            for (;;) {
+                long i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+                if (i >= job->tasks) return;
+                (*job->body)(i);
+            }
+        },
+        &job, unsigned(threads), 0);
+}

@@ -1,0 +1,168 @@
+"""The native CPU kernels: built once from `ops/*.cpp` by the system's C++ compiler, loaded by ctypes afterwards.
+
+Building belongs to `compile-model` (1 to 3 s, plain C ABI, no torch headers); loading needs no compiler.
+The kernels run on the thread team of torch's own OpenMP runtime, handed over at load, so that
+`torch.set_num_threads` holds for both. `bind` returns callables with the signatures of the torch ops.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ostinato.errors import ArtifactError, CompileError
+from ostinato.ops import linear
+
+SOURCE_DIR = Path(__file__).parent
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    # No -ffast-math: NaN and infinity must pass, and it would switch denormals off for the whole process.
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-Wno-psabi", "-Wl,--as-needed", "-Wl,--build-id=none"),
+)
+# Macro that a compiler predefines when it may use an extension -> its name in /proc/cpuinfo.
+FEATURE_MACROS = {
+    **{
+        f"__{name.upper()}__": name
+        for name in ("avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "popcnt")
+    },
+    "__SSE4_2__": "sse4_2",
+    "__LZCNT__": "abm",
+    "__BMI__": "bmi1",
+    **{
+        f"__AVX512{name.upper()}__": f"avx512{name}" for name in ("f", "cd", "dq", "bw", "vl", "ifma", "vbmi")
+    },
+    **{f"__AVX512{name.upper()}__": f"avx512_{name}" for name in ("vbmi2", "vnni", "bitalg", "bf16", "fp16")},
+    "__AVX512VPOPCNTDQ__": "avx512_vpopcntdq",
+    "__AVXVNNI__": "avx_vnni",
+    "__AMX_TILE__": "amx_tile",
+    "__AMX_BF16__": "amx_bf16",
+    "__ARM_NEON": "asimd",
+    "__ARM_FEATURE_BF16": "bf16",
+    "__ARM_FEATURE_SVE": "sve",
+    "__ARM_FEATURE_SVE2": "sve2",
+}
+
+
+class BuildInfo(NamedTuple):
+    """How a library was made, and what a CPU must have to run it (`cpu_features`, see `missing_features`)."""
+
+    compiler: str
+    version: str
+    flags: tuple[str, ...]
+    source_hash: str
+    cpu_features: tuple[str, ...]
+    seconds: float
+
+
+def sources() -> list[Path]:
+    """Headers and translation units, in a fixed order."""
+    return sorted([*SOURCE_DIR.glob("*.h"), *SOURCE_DIR.glob("*.cpp")])
+
+
+def source_hash() -> str:
+    """sha256 over kernel sources and flags: a library of another hash holds other kernels."""
+    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    for path in sources():
+        digest.update(f"\0{path.name}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cpu_features() -> tuple[str, ...]:
+    """The extensions of this CPU that matter to a build, sorted. Empty where /proc/cpuinfo is missing."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    present: set[str] = set()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            present = set(value.split())
+            break
+    return tuple(sorted(present & set(FEATURE_MACROS.values())))
+
+
+def missing_features(needed: tuple[str, ...]) -> tuple[str, ...]:
+    """What a library with `BuildInfo.cpu_features == needed` lacks on this CPU; empty means that it may run."""
+    return tuple(sorted(set(needed) - set(cpu_features())))
+
+
+def build(out: Path, *, march: str = "native", cxx: str | None = None) -> BuildInfo:
+    """Compile all kernels into the shared library `out` (replaced atomically; same input, same bytes).
+
+    `march` is the compiler's name of a CPU ("native": this one). Raises CompileError without a compiler,
+    for an unknown `march`, and when a source does not compile.
+    """
+    started = time.perf_counter()
+    compiler = _find_compiler(cxx)
+    flags = (*FLAGS, f"-march={march}")
+    version = _run([compiler, "--version"], march).splitlines()[0]
+    macros = _run([compiler, f"-march={march}", "-dM", "-E", "-x", "c++", os.devnull], march)
+    defined = {line.split()[1] for line in macros.splitlines() if line.startswith("#define")}
+    features = tuple(sorted({name for macro, name in FEATURE_MACROS.items() if macro in defined}))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".kernels-") as folder:
+        made = Path(folder) / out.name
+        units = [path.name for path in sources() if path.suffix == ".cpp"]
+        _run([compiler, *flags, *units, "-o", str(made.resolve())], march)
+        made.replace(out)
+    return BuildInfo(compiler, version, flags, source_hash(), features, time.perf_counter() - started)
+
+
+def _find_compiler(cxx: str | None) -> str:
+    for name in (cxx,) if cxx else COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    tried = cxx or ", ".join(COMPILERS)
+    raise CompileError(
+        f"native kernels: no C++ compiler found (tried {tried} in PATH); "
+        "install one, for example `apt-get install g++`. Serving a finished artifact needs none"
+    )
+
+
+def _run(command: list[str], march: str) -> str:
+    done = subprocess.run(command, cwd=SOURCE_DIR, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return done.stdout
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    raise CompileError(
+        f"native kernels: {command[0]} failed for -march={march} on {platform.machine()}: "
+        f"{' | '.join(errors[:3]) or 'no message'}; try a newer compiler (g++ >= 10, clang++ >= 11) "
+        'or another target ("native" is this machine)'
+    )
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Load a library made by `build` and give it torch's thread team. Raises ArtifactError when it cannot."""
+    try:
+        library = ctypes.CDLL(str(path))
+        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        # A lookup through libtorch_cpu also searches what it links, so this is the runtime that torch uses.
+        library.set_team(_address(torch_library.GOMP_parallel), _address(torch_library.omp_get_max_threads))
+    except (OSError, AttributeError) as error:
+        raise ArtifactError(
+            f"native kernels: cannot load {path}: {error}; compile the model again here"
+        ) from error
+    return library
+
+
+def _address(function: Any) -> ctypes.c_void_p:  # Any: ctypes gives function pointers no public type
+    return ctypes.cast(function, ctypes.c_void_p)
+
+
+def bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    """Callables by op name, each with its op's signature: torch tensors in, torch tensors out."""
+    return {"aten::linear": linear.bind(library)}
