@@ -94,8 +94,14 @@ def capture(
                 for size in (layer.k_size, layer.v_size):
                     planes.append(torch.empty(5, block_tokens, layer.kv_heads, size, dtype=dtype))
         exported = _export(step, inputs, planes)
-    model_facts = ModelFacts(**facts, kv_layers=tuple(hooks.kv_layers), attention=tuple(hooks.attention))
     graph_module = exported.graph_module
+    (logits,) = graph_module.graph.output_node().args[0]
+    model_facts = ModelFacts(
+        **facts,
+        vocab_size=int(logits.meta["val"].shape[-1]),
+        kv_layers=tuple(hooks.kv_layers),
+        attention=tuple(hooks.attention),
+    )
     constants = _name_weights(exported, graph_module, built)
     return CapturedGraph(graph_module, model_facts, constants)
 

@@ -1,0 +1,12 @@
+"""Importing this registers every custom operator that a program may call."""
+
+from ostinato.ops import (  # noqa: F401
+    add_rms_norm,
+    gelu_tanh_mul,
+    kv_write,
+    moe_experts,
+    paged_attention,
+    rms_norm,
+    rope_kv_write,
+    silu_mul,
+)

@@ -1,0 +1,194 @@
+"""The artifact: a folder that serves a model without a compiler. Written by `compile.py`, read here.
+
+    manifest.json       what it is, for which machine, and the hash of every other file
+    program.json        the linear program (program.py)
+    weights.safetensors packed weights, memory-mapped
+    kernels.so          native CPU kernels
+    tokenizer/          tokenizer.json, chat template, generation defaults
+    graph/              readable code of the graph before and after the passes
+
+An artifact holds native code: trust one as you would trust a program.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from ostinato import __version__
+from ostinato.errors import ArtifactError
+from ostinato.graph.facts import ModelFacts
+from ostinato.ops import all_ops, native  # noqa: F401  # all_ops registers the operators
+from ostinato.ops.step_inputs import StepInputs
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.file_hash import hash_file
+from ostinato.runtime.program import Bound, Program, bind
+from ostinato.runtime.weight_pack import load_packed
+from ostinato.section import Section
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+
+
+class Target(Section):
+    """The machine that an artifact was made for."""
+
+    device: Literal["cpu"] = "cpu"
+    machine: str = Field(description="as platform.machine() says, e.g. x86_64")
+    features: tuple[str, ...] = Field(description="processor features that the kernels use")
+
+
+class PassRecord(Section):
+    """What one pass did."""
+
+    name: str
+    matched: int
+    expected: int
+    refused: dict[str, int] = Field(default_factory=dict)
+    milliseconds: float
+    proofs: tuple[str, ...] = Field((), description="checks of the rewrite on this model's shapes, with their errors")
+
+
+class Proof(Section):
+    """The numeric check of the whole compiled program against the unfused graph in float64."""
+
+    tokens: int
+    max_error: float = Field(description="largest |compiled - float64| over all logits")
+    budget: float = Field(description="2 * (largest |unfused - float64| + eps * largest |float64|)")
+    unfused_error: float
+    argmax_equal: bool
+    kv_max_error: float
+    kv_budget: float
+
+
+class FileRecord(Section):
+    """Size and content hash of one file."""
+
+    bytes: int
+    digest: str
+
+
+class Manifest(Section):
+    """Everything there is to know about an artifact without opening its other files."""
+
+    version: int = SCHEMA
+    key: str = Field(description="hash of graph, weights' identity, passes, op sources, target and versions")
+    ostinato: str = __version__
+    torch: str
+    transformers: str
+    created: str
+    compile_seconds: dict[str, float]
+    source: str = Field(description="name of the model folder or file")
+    source_fingerprint: str
+    facts: ModelFacts
+    target: Target
+    compiler: str
+    options: dict[str, Any] = Field(description="settings that change the result")
+    block_tokens_traced: int
+    passes: tuple[PassRecord, ...]
+    proof: Proof
+    plans: dict[str, str] = Field(description="token range -> program")
+    weights_bytes: int
+    files: dict[str, FileRecord]
+
+
+class LoadedModel:
+    """A model ready to run: `model(step_inputs, kv_planes)` gives logits [R, V] in the model's number type."""
+
+    def __init__(self, folder: Path, manifest: Manifest, run: Bound) -> None:
+        self.folder, self.manifest, self._run = folder, manifest, run
+        self.facts = manifest.facts
+
+    def __call__(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+        return self._run(inputs, kv)
+
+
+def this_target() -> Target:
+    """The machine that this process runs on."""
+    return Target(machine=platform.machine(), features=tuple(native.cpu_features()))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse manifest.json; raise ArtifactError when the folder is no artifact or of another schema."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: no such artifact folder; make one with compile-model SRC -o {folder}")
+    if not path.is_file():
+        raise ArtifactError(f"{folder}: not an artifact (no {MANIFEST}); make one with compile-model SRC -o DIR")
+    try:
+        raw = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{path}: unreadable ({error}); compile the model again") from None
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version != SCHEMA:
+        raise ArtifactError(
+            f"{path}: schema version {version}, this ostinato ({__version__}) reads {SCHEMA}; compile the model again"
+        )
+    try:
+        return Manifest.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ArtifactError(f"{path}: {where}: {first['msg']}; compile the model again") from None
+
+
+def check_fit(manifest: Manifest) -> None:
+    """Raise ArtifactError with a readable diff when the artifact was made for another torch or machine."""
+    here = this_target()
+    rows = []
+    if manifest.torch != torch.__version__:
+        rows.append(("torch", manifest.torch, torch.__version__))
+    if manifest.target.device != here.device or manifest.target.machine != here.machine:
+        rows.append(("target", f"{manifest.target.device}/{manifest.target.machine}", f"{here.device}/{here.machine}"))
+    missing = sorted(set(manifest.target.features) - set(here.features))
+    if missing:
+        rows.append(("processor features", ", ".join(missing), "absent"))
+    if rows:
+        diff = "; ".join(f"{what}: artifact {theirs}, here {ours}" for what, theirs, ours in rows)
+        raise ArtifactError(f"artifact of {manifest.source} does not fit this machine ({diff}); compile the model here")
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Raise ArtifactError naming the first file whose size or content is not what the manifest says."""
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ArtifactError(f"{folder}: file {name} is missing; compile the model again")
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise ArtifactError(f"{path}: {size} bytes, the manifest says {record.bytes}; compile the model again")
+        if hash_file(path) != record.digest:
+            raise ArtifactError(f"{path}: content does not match the manifest's hash; compile the model again")
+
+
+def load_artifact(folder: Path, config: EngineConfig | None = None) -> LoadedModel:
+    """Verify and load an artifact; no compiler, no tracing.
+
+    Raises ArtifactError: damaged, incomplete, of another schema, or made for another torch or machine.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    check_fit(manifest)
+    verify_files(folder, manifest)
+    return LoadedModel(folder, manifest, bind_files(folder, manifest.plans))
+
+
+def bind_files(folder: Path, plans: Mapping[str, str]) -> Bound:
+    """Load program, weights and kernels of a folder whose manifest may not be written yet."""
+    try:
+        program = Program.model_validate_json((folder / next(iter(plans.values()))).read_bytes())
+    except ValidationError as error:
+        raise ArtifactError(f"{folder}: program is not valid: {error.errors()[0]['msg']}") from None
+    bound_native: Mapping[str, Callable[..., Any]] = native.bind(native.load(folder / "kernels.so"))
+    weights = load_packed(folder / "weights.safetensors")
+    return bind(program, weights, native=bound_native, device=torch.device("cpu"))

@@ -1,0 +1,334 @@
+"""`compile_model`: model folder -> traced graph -> passes -> program, kernels, packed weights -> artifact folder.
+
+The one place where graph and passes meet. Everything slow happens here; serving the result compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ostinato.errors import ArtifactError, CompileError
+from ostinato.graph.build import BuiltModel, build_model
+from ostinato.graph.capture import CapturedGraph, capture
+from ostinato.graph.expectations import expected_matches
+from ostinato.graph.hooks import CaptureHooks
+from ostinato.graph.source import ModelSource, load_config, open_source, resolve_dtype
+from ostinato.graph.weights import weight_exprs
+from ostinato.ops import native
+from ostinato.ops.weight_expr import Expr, evaluate
+from ostinato.passes import pipeline
+from ostinato.passes.base import PassReport
+from ostinato.runtime.artifact import (
+    MANIFEST,
+    SCHEMA,
+    FileRecord,
+    Manifest,
+    PassRecord,
+    bind_files,
+    read_manifest,
+    this_target,
+)
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.file_hash import hash_file
+from ostinato.runtime.program import lower
+from ostinato.runtime.proof import prove
+from ostinato.runtime.weight_pack import pack
+
+log = logging.getLogger(__name__)
+
+STAGES = ("read", "trace", "passes", "kernels", "weights", "proof", "write")
+Progress = Callable[[str, float], None]  # stage of STAGES, share of it that is done (0 to 1)
+
+
+def compile_model(
+    source: str | Path, out: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None
+) -> Manifest:
+    """Compile a model folder or GGUF file into the artifact folder `out`; return its manifest.
+
+    An artifact with the same key that is already there is kept. `out` is replaced as a whole at the end, so that a
+    reader, a second compile (which waits) or a kill never meets half an artifact.
+    Raises ModelError, ConfigError, CompileError; ArtifactError when `out` exists and is no artifact.
+    """
+    config, out = config or EngineConfig(), Path(out).absolute()
+    report = progress or (lambda stage, share: None)
+    if out.exists() and not (out / MANIFEST).is_file() and any(out.iterdir() if out.is_dir() else [out]):
+        raise ArtifactError(f"{out} exists and is not an artifact; choose another folder for -o")
+    opened = open_source(source)
+    key = compile_key(opened, config)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _only_compiler_of(out):
+        if (there := _same_artifact(out, key)) is not None:
+            log.info("%s is up to date", out)
+            return there
+        for stale in out.parent.glob(f".{out.name}.*.partial"):
+            shutil.rmtree(stale)
+        folder = out.parent / f".{out.name}.{os.getpid()}.partial"
+        try:
+            folder.mkdir()
+            manifest = _Compile(opened, folder, config, key, report).run()
+            _replace(folder, out)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CompileError(f"{out.parent}: no space left while writing the artifact; free some and retry") from None
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return manifest
+
+
+def compile_key(source: ModelSource, config: EngineConfig) -> str:
+    """Hash of all that decides what a compile makes: model, settings, our own code, versions, machine."""
+    import transformers
+
+    parts = {
+        "schema": SCHEMA,
+        "source": source.fingerprint,
+        "options": _options(config),
+        "code": _code_hash(),
+        "versions": [torch.__version__, transformers.__version__],
+        "target": this_target().model_dump(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """The settings that change the result."""
+    return {
+        "dtype": config.graph.dtype,
+        "passes_off": sorted(config.passes.off),
+        "passes_fuel": config.passes.fuel,
+    }
+
+
+def _code_hash() -> str:
+    """Hash of the sources that shape an artifact."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    runtime = [package / "runtime" / name for name in ("artifact.py", "compile.py", "program.py", "weight_pack.py")]
+    folders = [path for name in ("graph", "passes", "ops") for path in (package / name).iterdir()]
+    for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class _Compile:
+    """One compile into `folder`: each method is a stage."""
+
+    def __init__(
+        self, source: ModelSource, folder: Path, config: EngineConfig, key: str, progress: Progress
+    ) -> None:
+        self._source, self._folder, self._config, self._key = source, folder, config, key
+        self._progress = progress
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> Manifest:
+        with ThreadPoolExecutor(1) as background:
+            kernels = background.submit(native.build, self._folder / "kernels.so")
+            with self._stage("read"):
+                built = self._build()
+            with self._stage("trace"):
+                captured = self._capture(built)
+            unfused = deepcopy(captured.graph_module)
+            with self._stage("passes"):
+                reports = self._rewrite(captured)
+            with self._stage("kernels"):
+                build_info = kernels.result()
+        with self._stage("weights"):
+            packed = self._pack(built, captured)
+        with self._stage("proof"):
+            proof = self._prove(built, captured, unfused)
+        with self._stage("write"):
+            self._source.write_tokenizer(self._folder / "tokenizer")
+            self._write_graphs(unfused, captured.graph_module)
+            manifest = self._manifest(captured, reports, build_info, packed, proof)
+        return manifest
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        self._progress(name, 0.0)
+        start = time.perf_counter()
+        yield
+        self._seconds[name] = round(time.perf_counter() - start, 3)
+        self._progress(name, 1.0)
+
+    def _build(self) -> BuiltModel:
+        graph = self._config.graph
+        hf_config = load_config(self._source, trust_remote_code=graph.trust_remote_code)
+        self._dtype = resolve_dtype(graph.dtype, self._source)
+        self._hooks = CaptureHooks()
+        return build_model(hf_config, self._dtype, self._hooks)
+
+    def _capture(self, built: BuiltModel) -> CapturedGraph:
+        text = built.config.get_text_config()
+        facts = {
+            "architecture": type(built.model).__name__,
+            "model_type": built.config.model_type,
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "hidden_size": text.hidden_size,
+            "max_model_len": text.max_position_embeddings,
+            "eos_token_ids": self._source.eos_token_ids,
+            "bos_token_id": self._source.bos_token_id,
+        }
+        captured = capture(built, self._hooks, facts, block_tokens=self._config.kv.block_tokens)
+        expected = expected_matches(built.model, captured.graph_module.graph)
+        return captured._replace(facts=captured.facts.model_copy(update={"expected_matches": expected}))
+
+    def _rewrite(self, captured: CapturedGraph) -> list[PassReport]:
+        reports = pipeline.run(
+            captured.graph_module, self._config.passes, captured.facts.expected_matches,
+            on_pass=lambda share: self._progress("passes", share),
+        )  # fmt: skip
+        log.info("passes:\n%s", pipeline.format_table(reports))
+        return reports
+
+    def _pack(self, built: BuiltModel, captured: CapturedGraph) -> dict[str, str]:
+        by_parameter = weight_exprs(built.params, built.tied, self._source, built.config, model=built.model)
+        exprs: dict[str, Expr] = {}
+        keys: dict[str, str] = {}
+        for node in captured.graph_module.graph.nodes:
+            if node.op == "placeholder" and node.meta["role"] == "weight" and node.users:
+                expr = node.meta["weight"]
+                key = str(expr[1]) if expr[0] == "load" else node.name
+                keys[node.name] = key
+                exprs[key] = _substitute(expr, by_parameter)
+        self._by_parameter = by_parameter
+        self._read = _Reader(self._source, captured.constants)
+        pack(exprs, self._read, self._folder / "weights.safetensors", progress=lambda s: self._progress("weights", s))
+        (self._folder / "program.json").write_text(lower(captured.graph_module, keys).model_dump_json())
+        return keys
+
+    def _prove(self, built: BuiltModel, captured: CapturedGraph, unfused: fx.GraphModule) -> Any:
+        def weight(node: fx.Node) -> Tensor:
+            return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
+
+        return prove(
+            unfused, weight, bind_files(self._folder, {"any": "program.json"}), captured.facts.kv_layers,
+            dtype=self._dtype, vocab_size=captured.facts.vocab_size, block_tokens=self._config.kv.block_tokens,
+        )  # fmt: skip
+
+    def _write_graphs(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        (self._folder / "graph").mkdir()
+        for name, graph_module in (("before.py", before), ("after.py", after)):
+            (self._folder / "graph" / name).write_text(graph_module.code)
+
+    def _manifest(
+        self, captured: CapturedGraph, reports: list[PassReport], build_info: native.BuildInfo,
+        packed: dict[str, str], proof: Any,
+    ) -> Manifest:  # fmt: skip
+        import transformers
+
+        files = {
+            str(path.relative_to(self._folder)): FileRecord(bytes=path.stat().st_size, digest=hash_file(path))
+            for path in sorted(self._folder.rglob("*"))
+            if path.is_file()
+        }
+        manifest = Manifest(
+            key=self._key,
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            compile_seconds=self._seconds,
+            source=self._source.path.name,
+            source_fingerprint=self._source.fingerprint,
+            facts=captured.facts,
+            target=this_target(),
+            compiler=f"{build_info.compiler} {build_info.version}",
+            options=_options(self._config),
+            block_tokens_traced=self._config.kv.block_tokens,
+            passes=tuple(_record(report) for report in reports),
+            proof=proof,
+            plans={f"1-{2**13}": "program.json"},
+            weights_bytes=files["weights.safetensors"].bytes,
+            files=files,
+        )
+        path = self._folder / MANIFEST
+        with open(path, "w") as file:
+            file.write(manifest.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        return manifest
+
+
+class _Reader:
+    """Checkpoint tensors and traced constants under one roof."""
+
+    def __init__(self, source: ModelSource, constants: dict[str, Tensor]) -> None:
+        self._source, self._constants = source, constants
+
+    def __call__(self, name: str) -> Tensor:
+        return self._constants[name] if name in self._constants else self._source.read(name)
+
+
+def _substitute(expr: Expr, by_parameter: dict[str, Expr]) -> Expr:
+    """Put checkpoint expressions in the place of parameter names; constants stay."""
+    if expr[0] == "load":
+        return by_parameter.get(expr[1], expr)
+    if expr[0] in ("concat", "stack"):
+        return [expr[0], expr[1], [_substitute(part, by_parameter) for part in expr[2]]]
+    return [*expr[:-1], _substitute(expr[-1], by_parameter)]
+
+
+def _record(report: PassReport) -> PassRecord:
+    return PassRecord(
+        name=report.name, matched=report.matched, expected=report.expected, refused=report.refused,
+        milliseconds=round(report.seconds * 1000, 1), proofs=tuple(str(proof) for proof in report.proofs),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _only_compiler_of(out: Path) -> Iterator[None]:
+    """Let one process at a time compile into `out`; the lock ends with the process."""
+    with open(out.parent / f".{out.name}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process compiles %s; waiting for it", out)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _same_artifact(out: Path, key: str) -> Manifest | None:
+    if not (out / MANIFEST).is_file():
+        return None
+    try:
+        manifest = read_manifest(out)
+    except ArtifactError as error:
+        log.warning("%s; replacing it", error)
+        return None
+    whole = all(
+        (out / name).is_file() and (out / name).stat().st_size == record.bytes for name, record in manifest.files.items()
+    )
+    return manifest if manifest.key == key and whole else None
+
+
+def _replace(folder: Path, out: Path) -> None:
+    """Rename `folder` to `out`; an old artifact is moved aside first and removed last."""
+    old = out.parent / f".{out.name}.{os.getpid()}.old.partial"
+    if out.exists():
+        os.rename(out, old)
+    os.rename(folder, out)
+    descriptor = os.open(out.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)
+
+

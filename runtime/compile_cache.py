@@ -1,0 +1,31 @@
+"""Where compiled models live when the user names a model instead of an artifact."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ostinato.runtime.artifact import MANIFEST
+from ostinato.runtime.compile import Progress, compile_key, compile_model
+from ostinato.runtime.config import EngineConfig
+
+
+def cache_root() -> Path:
+    """`$XDG_CACHE_HOME/ostinato`, as the XDG base directory specification says."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
+
+
+def resolve_artifact(path: str | Path, config: EngineConfig, *, progress: Progress | None = None) -> Path:
+    """An artifact folder for `path`: itself if it is one, else the model there compiled into the cache.
+
+    A model is compiled once for each set of settings that matter; a damaged or outdated entry is made anew.
+    """
+    path = Path(path).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    from ostinato.graph.source import open_source
+
+    source = open_source(path)
+    out = cache_root() / f"{source.path.stem}-{compile_key(source, config)[:16]}"
+    compile_model(path, out, config, progress=progress)
+    return out

@@ -1,0 +1,174 @@
+"""The numeric proof of a compiled program: its logits and KV planes against the unfused graph in float64.
+
+Two sequences run for two steps: a whole prompt beside the first chunk of another, then a decoded token beside the
+second chunk, so that fresh and cached context, prefill and decode, all meet the budget of the error rule
+max|ours - truth| <= 2 * (max|plain - truth| + eps * max|truth|), where plain is the unfused graph in the same type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ostinato.errors import CompileError
+from ostinato.graph.facts import KVLayer
+from ostinato.ops.step_inputs import StepInputs
+from ostinato.runtime.artifact import Proof
+from ostinato.runtime.program import Bound
+
+PROMPT, CHUNKS = 13, (9, 4)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+ROUTED_ROWS = 0.75  # share of rows that must meet the budget where a router chooses experts: choices may flip
+
+
+def prove(
+    graph_module: fx.GraphModule,
+    weights: Callable[[fx.Node], Tensor],
+    program: Bound,
+    kv_layers: Sequence[KVLayer],
+    *,
+    dtype: torch.dtype,
+    vocab_size: int,
+    block_tokens: int,
+    seed: int = 0,
+) -> Proof:
+    """Run unfused graph (float64 and `dtype`) and program on the same tokens; raise CompileError over budget.
+
+    `weights` gives the tensor of a weight placeholder, in the type that the program uses.
+    """
+    steps = _two_steps(vocab_size, block_tokens, seed)
+    runs: dict[str, tuple[Tensor, list[Tensor]]] = {}
+    for name, compute in (("truth", torch.float64), ("plain", None), ("ours", None)):
+        planes = _planes(kv_layers, block_tokens, compute or dtype)
+        logits = []
+        for inputs in steps:
+            if name == "ours":
+                logits.append(program(inputs, planes).clone())
+            else:
+                logits.append(_interpret(graph_module, weights, inputs, planes, compute))
+        runs[name] = (torch.cat(logits).double(), [plane.double() for plane in planes])
+    proof = _compare(runs, torch.finfo(dtype).eps, routed=_has_router(graph_module))
+    if proof.max_error > proof.budget or proof.kv_max_error > proof.kv_budget:
+        raise CompileError(
+            f"numeric proof failed: logits differ from float64 by {proof.max_error:.3g} (allowed {proof.budget:.3g}, "
+            f"unfused graph {proof.unfused_error:.3g}), KV by {proof.kv_max_error:.3g} (allowed {proof.kv_budget:.3g}); "
+            "find the guilty rewrite with passes.fuel, leave it out with passes.off, and report it"
+        )
+    return proof
+
+
+def _two_steps(vocab_size: int, block_tokens: int, seed: int) -> list[StepInputs]:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = -(-(PROMPT + 1) // block_tokens)
+    tables = torch.arange(1, 2 * blocks + 1, dtype=torch.int32).view(2, blocks)  # block 0 stays unused
+    done, out = [0, 0], []
+    for lengths in ((PROMPT, CHUNKS[0]), (1, CHUNKS[1])):
+        positions = [torch.arange(done[i], done[i] + n) for i, n in enumerate(lengths)]
+        slots = [tables[i, p // block_tokens].long() * block_tokens + p % block_tokens for i, p in enumerate(positions)]
+        done = [d + n for d, n in zip(done, lengths, strict=True)]
+        tokens = sum(lengths)
+        out.append(StepInputs(
+            token_ids=torch.randint(vocab_size, (tokens,), generator=generator),
+            positions=torch.cat(positions),
+            slot_mapping=torch.cat(slots),
+            block_tables=tables,
+            seq_lens=torch.tensor(done, dtype=torch.int32),
+            query_start=torch.tensor([0, lengths[0], tokens], dtype=torch.int32),
+            logit_rows=torch.arange(tokens),
+        ))  # fmt: skip
+    return out
+
+
+def _planes(kv_layers: Sequence[KVLayer], block_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    blocks = 1 + 2 * -(-(PROMPT + 1) // block_tokens)
+    return [
+        torch.zeros(blocks, block_tokens, layer.kv_heads, size, dtype=dtype)
+        for layer in kv_layers
+        for size in (layer.k_size, layer.v_size)
+    ]
+
+
+@torch.no_grad()
+def _interpret(
+    graph_module: fx.GraphModule,
+    weights: Callable[[fx.Node], Tensor],
+    inputs: StepInputs,
+    planes: list[Tensor],
+    compute: torch.dtype | None,
+) -> Tensor:
+    """Run the graph node by node; with `compute`, every float tensor and every cast becomes that type.
+
+    Weights are fetched and widened where they are used, so that float64 needs memory for one weight at a time.
+    """
+    values: dict[fx.Node, Any] = {}
+    step, kv = iter(inputs), iter(planes)
+    last_use = {used: node for node in graph_module.graph.nodes for used in node.all_input_nodes}
+
+    def argument(node: fx.Node) -> Any:
+        if node in values:
+            return values[node]
+        tensor = weights(node)
+        return tensor.to(compute) if compute and tensor.dtype in _FLOATS else tensor
+
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            if node.meta["role"] != "weight":
+                values[node] = next(step if node.meta["role"] == "step" else kv)
+        elif node.op == "output":
+            value = node.args[0]
+            return values[value[0] if isinstance(value, tuple | list) else value]  # type: ignore[no-any-return]  # FX values are Any
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+            if compute:
+                args, kwargs = _widen(args, compute), _widen(kwargs, compute)
+                if node.target == torch.ops.aten._assert_tensor_metadata.default:
+                    continue
+            values[node] = node.target(*args, **kwargs)
+            for used in node.all_input_nodes:
+                if last_use[used] is node:
+                    values.pop(used, None)
+    raise CompileError("graph without an output")
+
+
+def _widen(value: Any, compute: torch.dtype) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_widen(item, compute) for item in value)
+    if isinstance(value, dict):
+        return {key: _widen(item, compute) for key, item in value.items()}
+    return compute if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def _has_router(graph_module: fx.GraphModule) -> bool:
+    return any(node.target == torch.ops.aten.topk.default for node in graph_module.graph.nodes)
+
+
+def _compare(runs: dict[str, tuple[Tensor, list[Tensor]]], eps: float, *, routed: bool) -> Proof:
+    (truth, truth_kv), (plain, plain_kv), (ours, ours_kv) = runs["truth"], runs["plain"], runs["ours"]
+    error = _worst(ours - truth, routed=routed)
+    unfused = _worst(plain - truth, routed=routed)
+    kv_error, kv_budget = 0.0, 0.0
+    for true, old, new in zip(truth_kv, plain_kv, ours_kv, strict=True):
+        allowed = 2 * (_worst((old - true).flatten(0, 1), routed=routed) + eps * float(true.abs().max()))
+        found = _worst((new - true).flatten(0, 1), routed=routed)
+        if kv_budget == 0.0 or found * kv_budget > kv_error * allowed:  # keep the plane nearest to its budget
+            kv_error, kv_budget = found, allowed
+    return Proof(
+        tokens=len(truth),
+        max_error=error,
+        budget=2 * (unfused + eps * float(truth.abs().max())),
+        unfused_error=unfused,
+        argmax_equal=bool(torch.equal(ours.argmax(-1), truth.argmax(-1))),
+        kv_max_error=kv_error,
+        kv_budget=kv_budget,
+    )
+
+
+def _worst(difference: Tensor, *, routed: bool) -> float:
+    """Largest error; NaN counts as infinite. With a router, the largest among the better `ROUTED_ROWS` of rows."""
+    rows = difference.abs().flatten(1).amax(1).nan_to_num(nan=float("inf"))
+    if routed:
+        rows = rows.sort().values[: max(1, int(len(rows) * ROUTED_ROWS))]
+    return float(rows.max())
