@@ -37,6 +37,7 @@ from ostinato.section import Section
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
 SCHEMA = 1
 
 
@@ -190,5 +191,5 @@ def bind_files(folder: Path, plans: Mapping[str, str]) -> Bound:
     except ValidationError as error:
         raise ArtifactError(f"{folder}: program is not valid: {error.errors()[0]['msg']}") from None
     bound_native: Mapping[str, Callable[..., Any]] = native.bind(native.load(folder / "kernels.so"))
-    weights = load_packed(folder / "weights.safetensors")
+    weights = load_packed(folder / WEIGHTS)
     return bind(program, weights, native=bound_native, device=torch.device("cpu"))

@@ -38,9 +38,11 @@ from ostinato.passes.base import PassReport
 from ostinato.runtime.artifact import (
     MANIFEST,
     SCHEMA,
+    WEIGHTS,
     FileRecord,
     Manifest,
     PassRecord,
+    Proof,
     bind_files,
     read_manifest,
     this_target,
@@ -49,7 +51,7 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.program import lower
 from ostinato.runtime.proof import prove
-from ostinato.runtime.weight_pack import pack
+from ostinato.runtime.weight_pack import PackedFile, pack
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ class _Compile:
         log.info("passes:\n%s", pipeline.format_table(reports))
         return reports
 
-    def _pack(self, built: BuiltModel, captured: CapturedGraph) -> dict[str, str]:
+    def _pack(self, built: BuiltModel, captured: CapturedGraph) -> PackedFile:
         by_parameter = weight_exprs(built.params, built.tied, self._source, built.config, model=built.model)
         exprs: dict[str, Expr] = {}
         keys: dict[str, str] = {}
@@ -210,11 +212,14 @@ class _Compile:
                 exprs[key] = _substitute(expr, by_parameter)
         self._by_parameter = by_parameter
         self._read = _Reader(self._source, captured.constants)
-        pack(exprs, self._read, self._folder / "weights.safetensors", progress=lambda s: self._progress("weights", s))
+        packed = pack(
+            exprs, self._read, self._folder / WEIGHTS,
+            progress=lambda _, done, total: self._progress("weights", min(done / total, 0.999)),
+        )  # fmt: skip
         (self._folder / "program.json").write_text(lower(captured.graph_module, keys).model_dump_json())
-        return keys
+        return packed
 
-    def _prove(self, built: BuiltModel, captured: CapturedGraph, unfused: fx.GraphModule) -> Any:
+    def _prove(self, built: BuiltModel, captured: CapturedGraph, unfused: fx.GraphModule) -> Proof:
         def weight(node: fx.Node) -> Tensor:
             return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
 
@@ -230,15 +235,16 @@ class _Compile:
 
     def _manifest(
         self, captured: CapturedGraph, reports: list[PassReport], build_info: native.BuildInfo,
-        packed: dict[str, str], proof: Any,
+        packed: PackedFile, proof: Proof,
     ) -> Manifest:  # fmt: skip
         import transformers
 
         files = {
             str(path.relative_to(self._folder)): FileRecord(bytes=path.stat().st_size, digest=hash_file(path))
             for path in sorted(self._folder.rglob("*"))
-            if path.is_file()
+            if path.is_file() and path.name != WEIGHTS
         }
+        files[WEIGHTS] = FileRecord(bytes=packed.bytes, digest=packed.digest)
         manifest = Manifest(
             key=self._key,
             torch=torch.__version__,
@@ -255,7 +261,7 @@ class _Compile:
             passes=tuple(_record(report) for report in reports),
             proof=proof,
             plans={f"1-{2**13}": "program.json"},
-            weights_bytes=files["weights.safetensors"].bytes,
+            weights_bytes=packed.bytes,
             files=files,
         )
         path = self._folder / MANIFEST

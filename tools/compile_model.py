@@ -1,0 +1,55 @@
+"""`compile-model SRC -o DIR`: make an artifact from a model folder or GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from ostinato import log
+from ostinato.tools.flags import add_flags, config_from
+from ostinato.tools.main import run_command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="Hugging Face model folder or GGUF file")
+    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="artifact folder to write")
+    parser.add_argument("--dtype", metavar="TYPE", help="short for --graph.dtype")
+    parser.add_argument(
+        "--target", choices=("cpu",), default="cpu", help="device to compile for; this machine's processor is the target"
+    )
+    add_flags(parser, leave_out=("server", "scheduler", "cpu"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ostinato.runtime.artifact import read_manifest
+    from ostinato.runtime.compile import compile_model
+    from ostinato.tools.inspect_artifact import pass_table
+    from ostinato.tools.progress import compile_progress
+
+    if arguments.dtype:
+        setattr(arguments, "graph.dtype", arguments.dtype)
+    config = config_from(arguments)
+    log.setup("WARNING" if config.log_level == "INFO" else config.log_level)
+    start = time.perf_counter()
+    with compile_progress(Path(arguments.source).stem) as progress:
+        compile_model(arguments.source, arguments.out, config, progress=progress)
+    manifest = read_manifest(Path(arguments.out))
+    print(pass_table(manifest))
+    proof = manifest.proof
+    print(f"proof: largest logit error {proof.max_error:.2e} of {proof.budget:.2e} allowed, against float64")
+    print(f"{arguments.out}: {manifest.weights_bytes / 2**20:.0f} MiB of weights, {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+def main() -> int:
+    """Entry point of the `compile-model` script."""
+    parser = argparse.ArgumentParser(prog="compile-model", description=__doc__)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    return run_command(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Command-line flags made from `EngineConfig`: `kv.block_tokens` becomes `--kv.block-tokens`; nobody lists them twice."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from ostinato.errors import ConfigError
+from ostinato.runtime.config import EngineConfig
+from ostinato.section import Section
+
+API_KEY_VARIABLE = "OSTINATO_API_KEY"
+
+
+def add_flags(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
+    """Add `--config FILE` and one flag per setting, with its help and default; `leave_out` names whole sections."""
+    parser.add_argument("--config", metavar="FILE.toml", help="settings as TOML tables; flags win over the file")
+    group = parser.add_argument_group("settings")
+    for path, field in settings():
+        if path.split(".")[0] in leave_out:
+            continue
+        default = field.get_default()
+        note = "" if default in ("", (), None) else f" (default: {default})"
+        text = (field.description or "").replace("%", "%%") + note
+        kwargs: dict[str, Any] = {"dest": path, "help": text, "default": argparse.SUPPRESS}
+        if field.annotation is bool:
+            kwargs["action"] = argparse.BooleanOptionalAction
+        else:
+            kwargs["metavar"] = _metavar(field)
+            if get_origin(field.annotation) is tuple:
+                kwargs["action"] = "append"
+        group.add_argument(f"--{path.replace('_', '-')}", **kwargs)
+
+
+def settings(section: type[Section] = EngineConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted path and field of every setting, in the order of declaration."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from settings(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> EngineConfig:
+    """defaults < environment (secrets only) < --config file < flags. Raises ConfigError that names the setting."""
+    environ = os.environ if environ is None else environ
+    tree: dict[str, Any] = {}
+    if key := environ.get(API_KEY_VARIABLE):
+        _put(tree, "server.api_key", key)
+    if arguments.config:
+        _merge(tree, _read_toml(Path(arguments.config)))
+    known = {path: field for path, field in settings()}
+    for path, value in vars(arguments).items():
+        if path in known:
+            if isinstance(value, list):  # a repeated flag, each perhaps with commas
+                value = tuple(part for item in value for part in item.split(",") if part)
+            _put(tree, path, value)
+    try:
+        return EngineConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}={first['input']!r}: {first['msg']}; see --help") from None
+
+
+def changed(config: EngineConfig) -> dict[str, Any]:
+    """Settings that differ from their defaults, by dotted path; the API key is masked."""
+    out: dict[str, Any] = {}
+    for path, field in settings():
+        value: Any = config
+        for part in path.split("."):
+            value = getattr(value, part)
+        if value != field.get_default():
+            out[path] = "***" if path == "server.api_key" else value
+    return out
+
+
+def _metavar(field: FieldInfo) -> str:
+    choices = get_args(field.annotation)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "|".join(choices)
+    return {int: "N", float: "X", str: "TEXT"}.get(field.annotation or str, "NAME")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not valid TOML: {error}") from None
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[leaf] = value
+
+
+def _merge(tree: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value

@@ -1,0 +1,116 @@
+"""`ostinato inspect DIR`: manifest, pass table, plans, weights and proof of an artifact; `--graph` prints its code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from ostinato.errors import ConfigError
+from ostinato.runtime.artifact import WEIGHTS, Manifest, check_fit, read_manifest, verify_files
+from ostinato.runtime.weight_pack import load_packed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", metavar="DIR")
+    parser.add_argument("--graph", choices=("before", "after"), help="print the code of one layer of the graph")
+    parser.add_argument("--layer", default="0", metavar="N|all", help="which layer --graph prints (default: 0)")
+    parser.add_argument("--weights", action="store_true", help="list every packed weight")
+    parser.add_argument("--verify", action="store_true", help="also check every file's hash and that it fits this machine")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.artifact)
+    manifest = read_manifest(folder)
+    if arguments.json:
+        print(manifest.model_dump_json(indent=1))
+    elif arguments.graph:
+        code = (folder / "graph" / f"{arguments.graph}.py").read_text()
+        print(code if arguments.layer == "all" else layer_code(code, _layer(arguments.layer)))
+    else:
+        print(describe(folder, manifest))
+    if arguments.weights:
+        print(weight_table(folder))
+    if arguments.verify:
+        verify_files(folder, manifest)
+        check_fit(manifest)
+        print(f"verified: {len(manifest.files)} files; fits this machine")
+    return 0
+
+
+def describe(folder: Path, manifest: Manifest) -> str:
+    """The whole report but weights and code."""
+    facts, proof = manifest.facts, manifest.proof
+    windows = sorted({a.window for a in facts.attention})
+    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[facts.dtype]
+    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in manifest.compile_seconds.items())
+    lines = [
+        f"model      {facts.architecture} from {manifest.source}, {facts.dtype}",
+        f"           {len(facts.attention)} attention layers, vocabulary {facts.vocab_size}, window "
+        f"{facts.max_model_len} tokens, sliding windows {windows if windows != [0] else 'none'}",
+        f"KV         {facts.kv_token_bytes(itemsize)} bytes per token in {len(facts.kv_layers)} layers",
+        f"target     {manifest.target.device} {manifest.target.machine}: {' '.join(manifest.target.features)}",
+        f"made       {manifest.created}, ostinato {manifest.ostinato}, torch {manifest.torch}, transformers "
+        f"{manifest.transformers}, {manifest.compiler}",
+        f"seconds    {seconds}",
+        f"options    {json.dumps(manifest.options)}",
+        f"key        {manifest.key}",
+        "",
+        pass_table(manifest),
+        "",
+        "plans      " + ", ".join(f"{tokens} tokens: {file}" for tokens, file in manifest.plans.items()),
+        f"weights    {manifest.weights_bytes / 2**20:.1f} MiB",
+        f"proof      {proof.tokens} tokens against float64: logits off by {proof.max_error:.3g} "
+        f"(allowed {proof.budget:.3g}; unfused graph {proof.unfused_error:.3g}), KV by {proof.kv_max_error:.3g} "
+        f"(allowed {proof.kv_budget:.3g}), same best token on every row: {'yes' if proof.argmax_equal else 'no'}",
+        "files      " + ", ".join(f"{name} {record.bytes:,} B" for name, record in manifest.files.items()),
+    ]
+    return "\n".join(lines)
+
+
+def pass_table(manifest: Manifest) -> str:
+    """One row per pass: matched, expected, refused with reasons, time."""
+    rows = [("pass", "matched", "expected", "ms", "proofs", "refused")]
+    for record in manifest.passes:
+        refused = "; ".join(f"{count}x {reason}" for reason, count in record.refused.items())
+        expected = str(record.expected) if record.expected else "-"
+        rows.append(
+            (record.name, str(record.matched), expected, f"{record.milliseconds:.0f}", str(len(record.proofs)), refused)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 5)), row[5]]).rstrip()
+        for row in rows
+    )
+
+
+def weight_table(folder: Path) -> str:
+    """Name, type and shape of each packed weight, from the file's header."""
+    rows = load_packed(folder / WEIGHTS).items()
+    return "\n".join(f"{name}  {str(t.dtype).removeprefix('torch.')}  {list(t.shape)}" for name, t in rows)
+
+
+def layer_code(code: str, layer: int) -> str:
+    """The statements of one decoder layer: from behind the attention of the one before it to its own last write.
+
+    A layer's statements are those between its first and last use of a weight whose name holds `layers_N_`.
+    """
+    lines = [line for line in code.splitlines() if " = " in line]
+    mine = re.compile(rf"layers_{layer}_")
+    used = [index for index, line in enumerate(lines) if mine.search(line) and "torch.ops" in line]
+    if not used:
+        raise ConfigError(f"--layer {layer}: the graph has no weights of that layer")
+    return "\n".join(line.strip() for line in lines[used[0] : used[-1] + 1])
+
+
+def _layer(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--layer {text}: must be a layer number or all")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit("use: ostinato inspect DIR")
