@@ -78,7 +78,9 @@ def bound_threads(plan: ThreadPlan) -> Iterator[None]:
 def _bind(cores: tuple[int, ...]) -> None:
     """Start the pool and bind each of its threads to one core; the calling thread gets the first."""
     before = _thread_ids()
-    torch.zeros(len(cores) << 16).add_(1.0)  # past ATen's grain of 32768 elements per thread: all threads start
+    torch.zeros(len(cores) << 16).add_(
+        1.0
+    )  # past ATen's grain of 32768 elements per thread: all threads start
     new = sorted(_thread_ids() - before)
     os.sched_setaffinity(0, {cores[0]})
     if len(new) != len(cores) - 1:

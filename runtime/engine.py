@@ -1,0 +1,265 @@
+"""The engine: requests in, token events out, one step at a time. It owns the KV memory and nothing of the network.
+
+    inbox -> scheduler -> plan -> runner -> logits -> sampler -> scheduler -> events
+
+One thread calls everything here except `inbox.put` and `inbox.close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, Self
+
+import torch
+
+from ostinato.errors import ConfigError, ContextTooLong, Overloaded, RequestError
+from ostinato.graph.facts import ModelFacts
+from ostinato.runtime.block_pool import BlockPool
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.frames import Events, Message
+from ostinato.runtime.inbox import Inbox
+from ostinato.runtime.kv_pool import KVPool, plan_capacity
+from ostinato.runtime.kv_sizer import KVSizer
+from ostinato.runtime.memory_limits import MemoryLimits
+from ostinato.runtime.messages import Abort, EngineInfo, EngineStats, GenerateRequest, Refused, TokenEvent
+from ostinato.runtime.plan import Outcome, Plan
+from ostinato.runtime.request_check import check_request
+from ostinato.runtime.runner import Model, Runner
+from ostinato.runtime.scheduler import Scheduler
+from ostinato.runtime.vmm_host import HostVmm
+from ostinato.runtime.vmm_plain import usable_driver
+
+log = logging.getLogger(__name__)
+
+STATS_S = 0.1  # least time between two snapshots while busy
+REST_S = 0.05  # an engine that idles this long checks its books
+WAIT_FOR_MEMORY_S = 0.01  # nap when no request can run until KV memory has grown
+
+
+class Outlet(Protocol):
+    """Where the engine's news go."""
+
+    def send(self, messages: Sequence[Message], /) -> None:
+        """Take the news of one step; must not wait for whoever reads them."""
+
+    def idle(self) -> None:
+        """The engine has nothing to do: waiting for a slow reader is allowed now."""
+
+
+class Engine:
+    """A loaded model with its memory, queue and loop. Use it as a context manager: the end frees the memory."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        inbox: Inbox | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Commit the initial KV memory. Raises ConfigError when it does not fit or settings contradict the model."""
+        facts = model.facts
+        self.inbox = inbox or Inbox()
+        self._config = config
+        self._clock = clock
+        self._memory, self._blocks = _kv_memory(facts, config)
+        self._sizer = KVSizer(self._memory, self._blocks, clock=clock)
+        window = _window(facts, config, self._blocks.capacity * config.kv.block_tokens)
+        self.info = EngineInfo(
+            model=config.server.served_name or model.folder.name,
+            vocab_size=facts.vocab_size,
+            max_model_len=window,
+            block_tokens=config.kv.block_tokens,
+            eos_token_ids=facts.eos_token_ids,
+            bos_token_id=facts.bos_token_id,
+            dtype=facts.dtype,
+            artifact=str(model.folder),
+        )
+        self._scheduler = Scheduler(self._blocks, config.scheduler, window, frozenset(facts.eos_token_ids))
+        self._runner = Runner(model, self._memory.planes(), block_tokens=config.kv.block_tokens)
+        self._stats_at = clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the KV memory. Requests that are still live are dropped without an event."""
+        del self._runner  # holds the planes
+        self._memory.close()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return self._scheduler.has_work
+
+    def serve(self, outlet: Outlet) -> None:
+        """Run until the inbox is closed."""
+        while not self.inbox.is_closed:
+            news = self.step()
+            if self._clock() - self._stats_at >= STATS_S:
+                news.append(self.stats())
+            if news:
+                outlet.send(news)
+            if not self._scheduler.has_work:
+                self._rest(outlet)
+
+    def step(self) -> list[Message]:
+        """One turn: admit, grow, plan, run, sample, settle."""
+        refusals, events = self._admit(self.inbox.drain())
+        self._sizer.grow(self._scheduler.blocks_wanted())
+        plan = self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
+        events += [self._event(outcome) for outcome in self._scheduler.take_ended()]
+        if plan is not None:
+            events += self._run(plan)
+        elif self._scheduler.has_work and not events:
+            self.inbox.wait(WAIT_FOR_MEMORY_S)
+        return [*refusals, Events(events=tuple(events))] if events else [*refusals]
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the books."""
+        self._stats_at = self._clock()
+        counters, blocks = self._scheduler.counters, self._blocks
+        return EngineStats(
+            steps=counters.steps,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            preemptions=counters.preemptions,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            blocks_used=blocks.num_held,
+            blocks_cached=blocks.num_cached,
+            blocks_committed=blocks.committed,
+            blocks_capacity=blocks.capacity,
+            kv_bytes_committed=self._memory.physical_bytes,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError or VmmError when blocks, queues and memory do not balance."""
+        self._scheduler.check()
+        self._sizer.check()
+
+    def _admit(self, mail: Sequence[GenerateRequest | Abort]) -> tuple[list[Message], list[TokenEvent]]:
+        """Queue requests and cancel others, in the order in which they came."""
+        refusals: list[Message] = []
+        events: list[TokenEvent] = []
+        for message in mail:
+            if isinstance(message, Abort):
+                for name in message.request_ids:
+                    if self._scheduler.abort(name):
+                        events.append(TokenEvent(request_id=name, finish_reason="abort"))
+                continue
+            try:
+                check_request(message, self.info)
+                self._scheduler.add(message)
+            except RequestError as error:
+                refusals.append(_refusal(message.request_id, error))
+        return refusals, events
+
+    def _run(self, plan: Plan) -> list[TokenEvent]:
+        """Run a plan, sample and settle it. A step that raises ends its own requests only."""
+        sampled: dict[str, int] = {}
+        failed: dict[str, str] = {}
+        try:
+            logits = self._runner.run(plan)
+            row = 0
+            for entry in plan.entries:
+                row += entry.num_logit_rows
+                if entry.samples:
+                    if not bool(logits[row - 1].isfinite().all()):
+                        failed[entry.request_id] = "NaN"
+                    else:
+                        sampled[entry.request_id] = int(logits[row - 1].argmax())
+        except Exception as error:  # a border: whatever a model raises, the other requests go on
+            log.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.entries))
+            failed = {
+                entry.request_id: f"step failed: {type(error).__name__}: {error}" for entry in plan.entries
+            }
+            outcomes = self._scheduler.complete(plan, {}, failed)
+            self.check()  # books that do not balance are fatal: this raises out of `serve`
+        else:
+            outcomes = self._scheduler.complete(plan, sampled, failed)
+        return [self._event(outcome) for outcome in outcomes]
+
+    def _event(self, outcome: Outcome) -> TokenEvent:
+        return TokenEvent(
+            request_id=outcome.request_id,
+            token_ids=() if outcome.token_id is None else (outcome.token_id,),
+            finish_reason=outcome.finish_reason,
+            stop_token_id=outcome.stop_token_id,
+            cached_tokens=outcome.cached_tokens if outcome.index == 0 else 0,
+            error=outcome.error,
+        )
+
+    def _rest(self, outlet: Outlet) -> None:
+        """Nothing to do: say so, check the books, give memory back after a while, sleep until there is mail."""
+        outlet.send([self.stats()])
+        outlet.idle()
+        if self.inbox.wait(REST_S):
+            return
+        self.check()
+        shrink_s = self._config.kv.idle_shrink_s
+        if shrink_s and not self.inbox.wait(max(0.0, shrink_s - REST_S)):
+            self._sizer.shrink()
+            outlet.send([self.stats()])
+        self.inbox.wait(None)
+
+
+def _kv_memory(facts: ModelFacts, config: EngineConfig) -> tuple[KVPool, BlockPool]:
+    """Reserve KV addresses and commit what `kv.initial_mib` says."""
+    kv = config.kv
+    dtype = getattr(torch, facts.dtype)
+    driver = usable_driver(HostVmm())
+    limits = MemoryLimits(int(kv.headroom_gib * (1 << 30)))
+    block_bytes = facts.kv_token_bytes(dtype.itemsize) * kv.block_tokens
+    initial, capacity = plan_capacity(kv, block_bytes, limits, is_elastic=driver.is_elastic)
+    memory = KVPool(facts.kv_layers, dtype, kv.block_tokens, capacity, driver, limits=limits)
+    committed = memory.commit(initial)
+    if committed == 0:
+        raise ConfigError(f"KV memory: not one block could be committed: {memory.stopped_by}")
+    log.info(
+        "KV memory: %d blocks of %d tokens (%d MiB), up to %d blocks (%d MiB), by %s",
+        committed,
+        kv.block_tokens,
+        memory.physical_bytes >> 20,
+        capacity,
+        capacity * block_bytes >> 20,
+        driver.name,
+    )
+    return memory, BlockPool(committed, capacity, kv.block_tokens, kv.prefix_cache)
+
+
+def _window(facts: ModelFacts, config: EngineConfig, kv_tokens: int) -> int:
+    """Context window in tokens: the setting if there is one, else the model's, at most what KV memory can hold."""
+    asked = config.max_model_len
+    if asked > facts.max_model_len:
+        raise ConfigError(
+            f"max_model_len={asked}: the model's own window is {facts.max_model_len} tokens; lower it, or use 0"
+        )
+    if asked > kv_tokens:
+        raise ConfigError(
+            f"max_model_len={asked}: KV memory holds at most {kv_tokens} tokens; lower it, or raise kv.max_gib"
+        )
+    window = asked or facts.max_model_len
+    if window > kv_tokens:
+        log.warning(
+            "context window cut from %d to %d tokens, what KV memory can hold; raise kv.max_gib",
+            window,
+            kv_tokens,
+        )
+    return min(window, kv_tokens)
+
+
+def _refusal(request_id: str, error: RequestError) -> Refused:
+    kind: Literal["InvalidRequest", "ContextTooLong", "Overloaded"] = "InvalidRequest"
+    if isinstance(error, ContextTooLong):
+        kind = "ContextTooLong"
+    elif isinstance(error, Overloaded):
+        kind = "Overloaded"
+    return Refused(request_id=request_id, error=kind, message=str(error), param=error.param)

@@ -1,0 +1,121 @@
+"""An EngineClient whose engine is a thread of this process; `LLM` uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ostinato.errors import EngineDead, EngineError
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.cpu_threads import bound_threads, plan_threads
+from ostinato.runtime.engine import Engine
+from ostinato.runtime.frames import Message
+from ostinato.runtime.inbox import Inbox
+from ostinato.runtime.messages import Abort, EngineInfo, GenerateRequest
+from ostinato.runtime.request_streams import StreamingClient
+from ostinato.runtime.runner import Model
+
+log = logging.getLogger(__name__)
+
+
+class EngineThread(StreamingClient):
+    """Loads the model and runs the engine on a thread of its own. `load` stands in for `load_artifact`."""
+
+    def __init__(
+        self,
+        artifact: Path | str,
+        config: EngineConfig,
+        *,
+        load: Callable[[Path, EngineConfig], Model] | None = None,
+    ) -> None:
+        super().__init__()
+        self._artifact = Path(artifact)
+        self._config = config
+        self._load = load
+        self._inbox = Inbox()
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """Return when the engine can serve; raise what went wrong in it otherwise."""
+        if self._thread is not None:
+            raise RuntimeError("start() was called before: one EngineThread is one thread")
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, ready), name="ostinato-engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._info = await ready
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop after the current step and free the engine's memory. Open requests get EngineDead."""
+        self._die(EngineDead("the engine was closed"))
+        self._inbox.close()
+        if self._thread is not None:
+            await self._ended.wait()
+            self._thread.join()
+
+    def _post(self, message: GenerateRequest | Abort) -> None:
+        self._inbox.put(message)
+
+    def _run(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[EngineInfo]) -> None:
+        began = time.monotonic()
+        try:
+            with bound_threads(plan_threads(self._config.cpu)):
+                engine = Engine(self._loaded(), self._config, inbox=self._inbox)
+                with engine:
+                    info = engine.info.model_copy(update={"load_seconds": time.monotonic() - began})
+                    loop.call_soon_threadsafe(_set_result, ready, info)
+                    engine.serve(_LoopOutlet(loop, self._deliver))
+                del engine
+        except Exception as wrong:  # a thread border: whatever it is, the clients must hear of it
+            log.exception("engine thread ends")
+            reason = (
+                wrong if isinstance(wrong, EngineDead) else EngineDead(f"{type(wrong).__name__}: {wrong}")
+            )
+            loop.call_soon_threadsafe(self._die, reason)
+            loop.call_soon_threadsafe(
+                _set_exception, ready, wrong if isinstance(wrong, EngineError) else reason
+            )
+        finally:
+            loop.call_soon_threadsafe(self._ended.set)
+
+    def _loaded(self) -> Model:
+        if self._load is not None:
+            return self._load(self._artifact, self._config)
+        from ostinato.runtime.artifact import load_artifact
+
+        return load_artifact(self._artifact, self._config)
+
+
+class _LoopOutlet:
+    """Engine news into an asyncio loop: one wake-up per step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Message]], None]) -> None:
+        self._loop = loop
+        self._deliver = deliver
+
+    def send(self, messages: Sequence[Message]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, messages)
+
+    def idle(self) -> None:
+        pass
+
+
+def _set_result(ready: asyncio.Future[EngineInfo], info: EngineInfo) -> None:
+    if not ready.done():
+        ready.set_result(info)
+
+
+def _set_exception(ready: asyncio.Future[EngineInfo], wrong: EngineError) -> None:
+    if not ready.done():
+        ready.set_exception(wrong)

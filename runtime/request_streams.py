@@ -1,0 +1,136 @@
+"""The asyncio half that every engine client shares: one event queue per request, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+from ostinato import errors
+from ostinato.errors import EngineDead, EngineError, InvalidRequest
+from ostinato.runtime.frames import Events, Message
+from ostinato.runtime.messages import (
+    Abort,
+    EngineInfo,
+    EngineStats,
+    Fatal,
+    GenerateRequest,
+    Refused,
+    TokenEvent,
+)
+from ostinato.runtime.request_check import check_request
+
+
+class StreamingClient(ABC):
+    """An EngineClient without its engine: subclasses carry messages there (`_post`) and back (`_deliver`).
+
+    Queues are unbounded, so a slow reader never holds up the engine; `max_tokens` bounds each.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._queues: dict[str, asyncio.Queue[TokenEvent | EngineError]] = {}
+        self._ending: set[str] = set()  # closed by their reader; the engine's last event is still to come
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._dead: EngineDead | None = None
+        self._progress_at = clock()
+
+    @abstractmethod
+    def _post(self, message: GenerateRequest | Abort) -> None:
+        """Send to the engine; must not block and must not raise when the engine has just died."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the loaded model; valid after `start`."""
+        if self._info is None:
+            raise EngineDead("the engine is not started: await start() first")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        """The newest snapshot."""
+        return self._stats
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds without any news while requests are open; 0.0 when none is. Raises EngineDead."""
+        if self._dead is not None:
+            raise EngineDead(str(self._dead))
+        return self._clock() - self._progress_at if self._queues or self._ending else 0.0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
+        """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts the request.
+
+        Raises Overloaded, ContextTooLong, InvalidRequest, EngineDead.
+        """
+        name = request.request_id
+        if self._dead is not None:
+            raise EngineDead(str(self._dead))
+        check_request(request, self.info)
+        if name in self._queues or name in self._ending:
+            raise InvalidRequest(
+                f"request_id {name!r} is in use: give each request its own", param="request_id"
+            )
+        if not self._queues and not self._ending:
+            self._progress_at = self._clock()  # an idle engine owes no progress
+        queue: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
+        self._queues[name] = queue
+        try:
+            self._post(request)
+            while True:
+                news = await queue.get()
+                if isinstance(news, EngineError):
+                    raise news
+                yield news
+                if news.finish_reason is not None:
+                    return
+        finally:
+            if self._queues.get(name) is queue:  # else the last event was delivered
+                del self._queues[name]
+                self._ending.add(name)
+                self._post(Abort(request_ids=(name,)))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Cancel; unknown ids are ignored. Readers get a last event with finish_reason `abort`."""
+        known = tuple(name for name in request_ids if name in self._queues)
+        if known and self._dead is None:
+            self._post(Abort(request_ids=known))
+
+    def _deliver(self, messages: Iterable[Message]) -> None:
+        """Hand news from the engine to their readers. Runs in the loop's thread."""
+        self._progress_at = self._clock()
+        for message in messages:
+            match message:
+                case Events(events=events):
+                    self._route(events)
+                case Refused():
+                    refused = getattr(errors, message.error)(message.message, param=message.param)
+                    self._put(message.request_id, refused, is_last=True)
+                case EngineStats():
+                    self._stats = message
+                case EngineInfo():
+                    self._info = message
+                case Fatal():
+                    self._die(EngineDead(message.error))
+
+    def _route(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            self._put(event.request_id, event, is_last=event.finish_reason is not None)
+
+    def _put(self, name: str, news: TokenEvent | EngineError, *, is_last: bool) -> None:
+        queue = self._queues.pop(name, None) if is_last else self._queues.get(name)
+        if queue is not None:
+            queue.put_nowait(news)
+        elif is_last:
+            self._ending.discard(name)
+
+    def _die(self, reason: EngineDead) -> None:
+        """End every open request with `reason`; later ones get it at once. The first reason stays."""
+        if self._dead is None:
+            self._dead = reason
+        for queue in self._queues.values():
+            queue.put_nowait(EngineDead(str(self._dead)))
+        self._queues.clear()
+        self._ending.clear()
