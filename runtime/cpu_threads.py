@@ -84,7 +84,7 @@ def _bind(cores: tuple[int, ...]) -> None:
     new = sorted(_thread_ids() - before)
     os.sched_setaffinity(0, {cores[0]})
     if len(new) != len(cores) - 1:
-        # A pool made earlier on this thread, or another thread that started just now: better unbound than wrong.
+        # A pool made earlier on this thread, or a thread that started just now: better unbound than wrong.
         log.warning("cpu: %d threads started instead of %d, left unbound", len(new), len(cores) - 1)
         os.sched_setaffinity(0, set(cores))
         return

@@ -1,4 +1,4 @@
-"""The engine: requests in, token events out, one step at a time. It owns the KV memory and nothing of the network.
+"""The engine: requests in, token events out, one step at a time. It owns the KV memory.
 
     inbox -> scheduler -> plan -> runner -> logits -> sampler -> scheduler -> events
 
@@ -49,7 +49,7 @@ class Outlet(Protocol):
 
 
 class Engine:
-    """A loaded model with its memory, queue and loop. Use it as a context manager: the end frees the memory."""
+    """A loaded model with its memory, queue and loop. As a context manager it frees the memory at the end."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Engine:
         inbox: Inbox | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Commit the initial KV memory. Raises ConfigError when it does not fit or settings contradict the model."""
+        """Commit the initial KV memory. Raises ConfigError: it does not fit, or settings and model disagree."""
         facts = model.facts
         self.inbox = inbox or Inbox()
         self._config = config
@@ -198,7 +198,7 @@ class Engine:
         )
 
     def _rest(self, outlet: Outlet) -> None:
-        """Nothing to do: say so, check the books, give memory back after a while, sleep until there is mail."""
+        """Say so, check the books, give memory back after a while, sleep until there is mail."""
         outlet.send([self.stats()])
         outlet.idle()
         if self.inbox.wait(REST_S):
@@ -236,15 +236,15 @@ def _kv_memory(facts: ModelFacts, config: EngineConfig) -> tuple[KVPool, BlockPo
 
 
 def _window(facts: ModelFacts, config: EngineConfig, kv_tokens: int) -> int:
-    """Context window in tokens: the setting if there is one, else the model's, at most what KV memory can hold."""
+    """Context window in tokens: the setting or the model's own, at most what KV memory can hold."""
     asked = config.max_model_len
     if asked > facts.max_model_len:
         raise ConfigError(
-            f"max_model_len={asked}: the model's own window is {facts.max_model_len} tokens; lower it, or use 0"
+            f"max_model_len={asked}: the model's window is {facts.max_model_len} tokens; lower it, or use 0"
         )
     if asked > kv_tokens:
         raise ConfigError(
-            f"max_model_len={asked}: KV memory holds at most {kv_tokens} tokens; lower it, or raise kv.max_gib"
+            f"max_model_len={asked}: KV memory holds at most {kv_tokens} tokens; lower it or raise kv.max_gib"
         )
     window = asked or facts.max_model_len
     if window > kv_tokens:

@@ -1,4 +1,4 @@
-"""An EngineClient whose engine is another process, so that nothing in this one can slow it down or kill it."""
+"""An EngineClient whose engine is another process: nothing in this one can slow it down or kill it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def _serve(
     from ostinato.runtime.inbox import Inbox
 
     if load is None:
-        from ostinato.runtime.artifact import load_artifact as load
+        from ostinato.runtime.artifact import load_artifact
+
+        load = load_artifact
     inbox = Inbox()
     inbox.put(*early)
     listener = threading.Thread(target=_listen, args=(sock, reader, inbox.put, inbox.close), daemon=True)

@@ -106,7 +106,7 @@ def _decode(kind: int, body: bytes) -> Message:
 
 
 class FrameWriter:
-    """Sends frames without waiting for the reader; what the socket does not take now is kept and sent later."""
+    """Sends frames without waiting for the reader: what the socket does not take now is kept for later."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

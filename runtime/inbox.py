@@ -9,7 +9,7 @@ from ostinato.runtime.messages import Abort, GenerateRequest
 
 
 class Inbox:
-    """Keeps the order of arrival. `put` and `close` may be called from any thread, the rest by the engine only."""
+    """Keeps the order of arrival. `put` and `close` are for any thread, the rest for the engine's."""
 
     def __init__(self) -> None:
         self._mail: deque[GenerateRequest | Abort] = deque()

@@ -35,7 +35,7 @@ class KVSizer:
         return self._blocks.committed < self._blocks.capacity and self._clock() >= self._retry_at
 
     def grow(self, wanted: int) -> None:
-        """Add up to `wanted` blocks, at most one `grow_step` of the memory now. A refusal is remembered for RETRY_S."""
+        """Add up to `wanted` blocks, at most one `grow_step` of the memory. After a refusal: not for RETRY_S."""
         if wanted <= 0 or not self.may_grow:
             return
         goal = min(self._blocks.committed + min(wanted, self._memory.grow_step), self._blocks.capacity)
@@ -44,8 +44,8 @@ class KVSizer:
         if got < goal:
             self._retry_at = self._clock() + RETRY_S
             log.warning(
-                "KV memory stays at %d blocks (%d MiB): %s. Requests wait or are preempted; free memory, or lower "
-                "kv.headroom_gib",
+                "KV memory stays at %d blocks (%d MiB): %s. Requests wait or are preempted; "
+                "free memory, or lower kv.headroom_gib",
                 got,
                 got * self._memory.block_bytes >> 20,
                 self._memory.stopped_by,

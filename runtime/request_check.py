@@ -35,7 +35,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
                 )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
-            f"min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}: lower min_tokens",
+            f"min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}: lower it",
             param="min_tokens",
         )
 

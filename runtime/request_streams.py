@@ -61,7 +61,7 @@ class StreamingClient(ABC):
         return self._clock() - self._progress_at if self._queues or self._ending else 0.0
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts the request.
+        """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts it.
 
         Raises Overloaded, ContextTooLong, InvalidRequest, EngineDead.
         """

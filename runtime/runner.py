@@ -99,7 +99,7 @@ class Runner:
         return StepShape(tokens=plan.num_tokens, sequences=len(plan.entries), logit_rows=wanted)
 
 
-_DTYPES = {
+_DTYPES: dict[str, type[np.integer[Any]]] = {
     "token_ids": np.int64,
     "positions": np.int64,
     "slot_mapping": np.int64,
@@ -122,7 +122,7 @@ class _Buffer:
 
 
 class _BlockTables:
-    """The step's block tables [B, M]; a row is rewritten only when its sequence or its blocks have changed."""
+    """The step's block tables [B, M]; a row is rewritten only when its sequence or blocks have changed."""
 
     def __init__(self) -> None:
         self._matrix: Ints = np.zeros((0, 0), np.int32)

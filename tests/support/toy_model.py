@@ -52,9 +52,7 @@ class ToyModel:
         self._embed = torch.randn(VOCAB, WIDTH, generator=draw)
         self._embed[POISON] = float("nan")
         self._head = torch.randn(VOCAB, WIDTH, generator=draw)
-        self._head[[EOS, POISON, CRASH]] = (
-            0.0  # logit 0: never the greatest, so only a request can bring them
-        )
+        self._head[[EOS, POISON, CRASH]] = 0.0  # logit 0, never the greatest: only a request can bring them
         sizes = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE}
         self._layers = [
             {name: torch.randn(size, WIDTH, generator=draw) / WIDTH**0.5 for name, size in sizes.items()}
