@@ -13,10 +13,10 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def check_shapes(op: str, **tensors: tuple[Tensor, str]) -> None:
-    """`x=(x, "TD"), y=(y, "TE")`: each letter is one size everywhere. A leading `*` is any leading sizes, alike."""
+    """`x=(x, "TD"), y=(y, "TE")`: a letter is one size everywhere; a leading `*` is any leading sizes."""
     bound: dict[str, tuple[Any, str]] = {}
     for name, (tensor, letters) in tensors.items():
-        sizes = tuple(tensor.shape)
+        sizes: tuple[Any, ...] = tuple(tensor.shape)
         is_open = letters[0] == "*"
         if len(sizes) < len(letters) - 1 or not (is_open or len(sizes) == len(letters)):
             raise ValueError(f"{op}: {name} has shape {list(sizes)}; it must be {_spelled(letters)}")
@@ -27,8 +27,8 @@ def check_shapes(op: str, **tensors: tuple[Tensor, str]) -> None:
             before, where = bound.setdefault(letter, (size, name))
             if _differ(before, size):
                 raise ValueError(
-                    f"{op}: {name} {list(tensor.shape)} and {where} {list(tensors[where][0].shape)} do not fit: "
-                    f"{letter} is {size} in {name} and {before} in {where}; {name} must be {_spelled(letters)}"
+                    f"{op}: {name} has shape {list(tensor.shape)}, {where} {list(tensors[where][0].shape)}: "
+                    f"{_spelled(letter)} is {size} and {before}; {name} must be {_spelled(letters)}"
                 )
 
 
@@ -58,6 +58,13 @@ def check_scale_type(op: str, x_name: str, x: Tensor, name: str, scale: Tensor) 
     if scale.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"{op}: {name} is {scale.dtype}; it must be float32 or {x.dtype} like {x_name}")
     check_device(op, x_name, x, name, scale)
+
+
+def check_dense_planes(op: str, **planes: Tensor) -> None:
+    """What a kernel needs of a KV plane, which cannot be copied: heads whose values lie side by side."""
+    for name, plane in planes.items():
+        if plane.stride(-1) != 1:
+            raise ValueError(f"{op}: {name} has strides {plane.stride()}; the last one must be 1 on a GPU")
 
 
 def _differ(left: Any, right: Any) -> bool:

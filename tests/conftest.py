@@ -2,7 +2,7 @@
 
 import os
 
-# A spinning OpenMP team makes two busy processes on two cores several times slower; read when torch is loaded.
+# A spinning OpenMP team makes a busy neighbour several times slower; read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import pytest
@@ -18,4 +18,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False"))
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch sees none"))
