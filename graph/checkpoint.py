@@ -2,7 +2,8 @@
 
 Which files count (as in transformers): `model.safetensors` if there is one, else the shards that
 `model.safetensors.index.json` names.
-- Every shard of the index must exist, be whole, and hold each tensor that the index places there: else ModelError.
+- Every shard of the index must exist, be whole, and hold each tensor that the index places there: else
+ModelError.
 - A tensor in two shards is an error, even with equal data: nobody can say which copy was meant.
 - A tensor in a listed shard that the index does not name is usable; a warning names it.
 - Any other .safetensors file in the folder is ignored; a warning names it.
@@ -122,7 +123,7 @@ def _places(path: Path, header: Any, base: int) -> Iterator[tuple[str, TensorPla
 
 
 class Checkpoint:
-    """All tensors of a model folder by name. Opening verifies; reading maps, so it costs no memory of its own."""
+    """All tensors of a model folder by name. Opening verifies them; reading maps, so it takes no memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -132,7 +133,7 @@ class Checkpoint:
             for name, place in read_header(file).items():
                 if name in self.places:
                     raise ModelError(
-                        f"tensor {name} is both in {self.places[name].file.name} and in {file.name} of {folder}; "
+                        f"{folder}: tensor {name} is in {self.places[name].file.name} and in {file.name}; "
                         "remove the wrong shard and correct the index"
                     )
                 self.places[name] = place
@@ -144,7 +145,7 @@ class Checkpoint:
                 )
         if listed and (unlisted := [name for name in self.places if name not in listed]):
             log.warning(
-                "%s does not list %d tensors that its shards hold (%s); they are used if the model wants them",
+                "%s does not list %d tensors of its shards (%s); they are used if the model wants them",
                 folder / INDEX,
                 len(unlisted),
                 ", ".join(unlisted[:3]),
@@ -181,7 +182,7 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         files = [folder / name for name in sorted(set(index.values()))]
         if missing := [file.name for file in files if not file.is_file()]:
             raise ModelError(
-                f"{folder}: missing {', '.join(missing)}, which {INDEX} lists; finish the download of the model"
+                f"{folder}: missing {', '.join(missing)}, which {INDEX} lists; finish the download"
             )
     else:
         raise ModelError(_no_files(folder, present))
@@ -215,7 +216,7 @@ def _no_files(folder: Path, present: list[Path]) -> str:
         )
     if pickled:
         return (
-            f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which can run code when opened; convert "
-            "them where you trust them: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
+            f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which can run code when opened; "
+            "convert them where you trust them: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
         )
     return f"{folder}: no weights; needed: {SINGLE}, or shards with {INDEX}. Finish the download of the model"

@@ -108,8 +108,8 @@ def hf_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         key for key, value in stated.items() if key not in fields and key not in _HANDLED and value
     ]:
         raise ModelError(
-            f"{file.path}: metadata {architecture}.{unknown[0]}={stated[unknown[0]]!r:.60} is not understood and may "
-            "change the math; use the safetensors folder of the model"
+            f"{file.path}: metadata {architecture}.{unknown[0]}={stated[unknown[0]]!r:.60} is not understood and "
+            "may change the math; use the safetensors folder of the model"
         )
     stated.setdefault("attention.head_count_kv", stated.get("attention.head_count"))
     if missing := [key for key in _FIELDS if stated.get(key) is None]:
@@ -175,19 +175,20 @@ def _rope(file: GgufFile, stated: Mapping[str, Any], head_dim: int) -> dict[str,
 
 
 def _llama3_rope(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
-    """llama.cpp stores Llama 3's frequency scaling as a table of divisors; find the parameters that make it."""
+    """llama.cpp stores Llama 3's frequency scaling as a table of divisors; find what makes it."""
     table = file.read("rope_freqs.weight")
     factor = float(table.max())
     expected = llama3_divisors(theta, rotated, factor)
     if table.shape != expected.shape or not torch.allclose(table, expected, rtol=1e-4):
         raise ModelError(
-            f"{file.path}: rope_freqs.weight is not Llama 3's frequency scaling; use the safetensors folder of the model"
+            f"{file.path}: rope_freqs.weight is not Llama 3's frequency scaling; "
+            "use the safetensors folder of the model"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3_FACTORS}
 
 
 def llama3_divisors(theta: float, rotated: int, factor: float) -> Tensor:
-    """What Llama 3 divides each rotary frequency by: 1 for short waves, `factor` for long ones, a ramp between."""
+    """What Llama 3 divides each rotary frequency by: 1 for short waves, `factor` for long, a ramp between."""
     wave = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     low, high = _LLAMA3_FACTORS["low_freq_factor"], _LLAMA3_FACTORS["high_freq_factor"]
     ramp = ((_LLAMA3_FACTORS["original_max_position_embeddings"] / wave - low) / (high - low)).clamp(0, 1)

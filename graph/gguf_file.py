@@ -1,8 +1,8 @@
 """A GGUF file: its metadata and tensor table, and tensors dequantised to float32.
 
-The table is parsed here (0.1 s for the demo model, against 2.6 s through the `gguf` package); the number formats are
-those of the `gguf` package, the same code that transformers calls, so the values are bit-equal to transformers'.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The table is parsed here (0.1 s for the demo model, against 2.6 s through the `gguf` package); the number
+formats are those of the `gguf` package, the same code that transformers calls, so the values are bit-equal to
+transformers'. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile:
-    """An open GGUF file. Raises ModelError for a file that is truncated, of an unknown version or number format."""
+    """An open GGUF file. Raises ModelError if it is truncated, of an unknown version or number format."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class GgufFile:
         version = self._scalar("I")
         if version not in VERSIONS:
             raise ModelError(
-                f"{self.path}: GGUF version {version}; readable: {', '.join(map(str, VERSIONS))}, little-endian. "
+                f"{self.path}: GGUF version {version}; readable: 2 and 3, little-endian. "
                 "Convert the model again with a current llama.cpp"
             )
         num_tensors, num_keys = self._scalar("Q"), self._scalar("Q")
@@ -120,12 +120,12 @@ class GgufFile:
         stop = start + math.prod(shape) // block * block_bytes
         if stop > len(self.memory):
             raise ModelError(
-                f"{self.path}: {stop - len(self.memory)} bytes of tensor {name} are missing; download the file again"
+                f"{self.path}: {stop - len(self.memory)} bytes of tensor {name} are missing; download it again"
             )
         return GgufTensor(shape, kind, start, stop)
 
     def read(self, name: str, part: int | None = None) -> Tensor:
-        """The tensor, or entry `part` of its first dimension, as float32; a private copy unless it is float32."""
+        """The tensor, or entry `part` of its first dimension, as float32; the caller owns it."""
         import numpy as np
 
         gguf = import_gguf(self.path)
@@ -142,7 +142,7 @@ class GgufFile:
             values = gguf.dequantize(raw.reshape(*shape[:-1], shape[-1] // block * block_bytes), kind)
         except NotImplementedError as error:
             raise ModelError(
-                f"{self.path}: tensor {name} has number format {kind.name}, which the gguf package cannot dequantise; "
+                f"{self.path}: tensor {name} has number format {kind.name}, which gguf cannot dequantise; "
                 "use another quantization of the model, for example Q8_0 or Q4_K_M"
             ) from error
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(shape)

@@ -1,7 +1,7 @@
 """A tensor without data that writes down what is done to it, as a weight expression.
 
-Code that only moves numbers (stack, split, permute, reshape, cast) can be run on it once to learn the expression.
-A function that is not in `_RECORDERS` raises ModelError with its name.
+Code that only moves numbers (stack, split, permute, reshape, cast) can be run on it once to learn the
+expression. A function that is not in `_RECORDERS` raises ModelError with its name.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ OVERFLOWS_FLOAT16 = ("gemma",)
 class ModelSource(Protocol):
     """A model as its files describe it. Opening one verifies the files; nothing is executed.
 
-    `config` is a dict with the names of a Hugging Face config.json (`model_type` is always there). Tensor names
-    are those of a Hugging Face checkpoint. `fingerprint` changes with the config, the tokenizer files, the
-    name, size and layout of each weight file, and the first and last 4 KiB of every tensor; it is no hash of
-    all the data, so that it stays cheap for large models.
+    `config` is a dict with the names of a Hugging Face config.json (`model_type` is always there). Tensor
+    names are those of a Hugging Face checkpoint. `fingerprint` changes with the config, the tokenizer files,
+    the name, size and layout of each weight file, and the first and last 4 KiB of every tensor; it is no hash
+    of all the data, so that it stays cheap for large models.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class ModelSource(Protocol):
         ...
 
     def write_tokenizer(self, dest: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and, if known, chat_template.jinja, generation_config.json."""
+        """Write tokenizer.json, its config and, if known, chat_template.jinja and generation_config.json."""
         ...
 
     @property
@@ -86,7 +86,7 @@ def open_source(path: str | Path) -> ModelSource:
 
 
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The transformers config object of a source. Unknown architectures and quantised checkpoints are refused.
+    """The transformers config object of a source; unknown architectures and quantised weights are refused.
 
     A config without any rotary field gets transformers' default for its family, with a warning that shows it.
     """
@@ -110,12 +110,14 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Pret
         else:
             raise ModelError(
                 f"{source.path}: unknown architecture {model_type!r}: not in the installed transformers; "
-                "a newer transformers may know it, or the folder brings its own code (graph.trust_remote_code)"
+                "a newer one may know it, or the folder brings its own code (graph.trust_remote_code)"
             )
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
             f"{source.path}: transformers refuses the config: {error}; correct config.json"
         ) from error
+    if _untied_head(config, source):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     text = config.get_text_config()
     stated = {**source.config, **(source.config.get("text_config") or {})}
     if getattr(text, "rope_parameters", None) and not any(stated.get(field) for field in ROPE_FIELDS):
@@ -128,12 +130,38 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Pret
     return config
 
 
+def _untied_head(config: PretrainedConfig, source: ModelSource) -> bool:
+    """Does the config tie the head to the embedding although the files hold a head of its own?
+
+    As in transformers, that head is then used, with a warning.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return False
+    names = source.tensor_names()
+    heads = [name for name in names if name.rpartition("lm_head.")[2] == "weight" and "lm_head." in name]
+    embeddings = [name for name in names if name.endswith("embed_tokens.weight")]
+    if (
+        len(heads) != 1
+        or len(embeddings) != 1
+        or torch.equal(source.read(heads[0]), source.read(embeddings[0]))
+    ):
+        return False
+    log.warning(
+        "%s: the config ties %s to %s, but the files hold different values for it, which are used; "
+        "set tie_word_embeddings to false in the config to silence this",
+        source.path,
+        heads[0],
+        embeddings[0],
+    )
+    return True
+
+
 def resolve_dtype(choice: str, source: ModelSource) -> torch.dtype:
     """Number type of weights and activations; logged once.
 
-    auto: the config's `dtype` (or `torch_dtype`), else the type that most bytes of the files have; quantised GGUF
-    files count as float32. float16 is refused for families that overflow it. Anything else runs as asked;
-    bfloat16 runs on every CPU, slowly where the hardware lacks it.
+    auto: the config's `dtype` (or `torch_dtype`), else the type that most bytes of the files have; quantised
+    GGUF files count as float32. float16 is refused for families that overflow it. Anything else runs as
+    asked; bfloat16 runs on every CPU, slowly where the hardware lacks it.
     """
     reason = f"graph.dtype={choice}"
     if choice == "auto":
@@ -148,7 +176,8 @@ def resolve_dtype(choice: str, source: ModelSource) -> torch.dtype:
             choice, reason = sizes.most_common(1)[0][0] if sizes else "float32", "type of the weight files"
     if choice not in DTYPES:
         raise ModelError(
-            f"{source.path}: number type {choice} ({reason}) is not supported; set graph.dtype to {', '.join(DTYPES)}"
+            f"{source.path}: number type {choice} ({reason}) is not supported; "
+            f"set graph.dtype to one of {', '.join(DTYPES)}"
         )
     if choice == "float16" and source.config["model_type"].startswith(OVERFLOWS_FLOAT16):
         raise ModelError(

@@ -1,8 +1,9 @@
 """A GGUF file as a Hugging Face model: config from its metadata, tensors under their transformers names.
 
-llama.cpp's converters change some weights; this undoes it: rows of llama's q and k are put back from interleaved to
-half-rotated order, Gemma's norm weights lose the one that was added, stacked experts appear one by one.
-A metadata key of the architecture that is not known here could change the math, so it is refused by name.
+llama.cpp's converters change some weights; this undoes it: rows of llama's q and k are put back from
+interleaved to half-rotated order, Gemma's norm weights lose the one that was added, stacked experts appear
+one by one. A metadata key of the architecture that is not known here could change the math, so it is refused
+by name.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ class GgufSource:
             )
         if int(metadata.get("split.count", 1)) > 1:
             raise ModelError(
-                f"{path}: one of {metadata['split.count']} parts; join them first: llama-gguf-split --merge FIRST OUT"
+                f"{path}: one of {metadata['split.count']} parts; "
+                "join them first: llama-gguf-split --merge FIRST OUT"
             )
         self.family = FAMILIES[architecture]
         self.config = hf_config(self.file, self.family)
         self._origins = {hf: origin for name in self.file.tensors for hf, origin in self._named(name)}
 
     def _named(self, name: str) -> list[tuple[str, _Origin]]:
-        """Hugging Face names of one GGUF tensor; an unknown tensor keeps its name and will be listed as unused."""
+        """Hugging Face names of one GGUF tensor; an unknown one keeps its name and is listed as unused."""
         if name == ROPE_FACTORS:
             return []
         if match := re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", name):

@@ -1,6 +1,7 @@
 """Tokenizer files of an artifact: a fast tokenizer.json, its config, chat template, generation config.
 
-All of it happens at compile time; the serving process only opens tokenizer.json with the `tokenizers` library.
+All of it happens at compile time; the serving process only opens tokenizer.json with the `tokenizers`
+library.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ COPIED = (
     "generation_config.json",
 )
 SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json")
-# Pre-tokenizers of GGUF files whose split is the one of GPT-2, so that the direct conversion equals transformers'.
+# Pre-tokenizers of GGUF files that split as GPT-2 does, so that the direct conversion equals transformers'.
 GPT2_SPLITS = ("default", "gpt-2", "smollm")
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types of GGUF
 
@@ -34,8 +35,9 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types of GGUF
 def write_from_folder(folder: Path, dest: Path, config: dict[str, Any]) -> None:
     """Copy the tokenizer of a model folder to `dest`; a slow one is converted by transformers first.
 
-    Fallbacks: no tokenizer_config.json -> one is made from the special token ids of the config, with a warning;
-    no chat template -> none is written (chat requests are then refused). Raises ModelError without a tokenizer.
+    Fallbacks: no tokenizer_config.json -> one is made from the special token ids of the config, with a
+    warning; no chat template -> none is written (chat requests are then refused). Raises ModelError without a
+    tokenizer.
     """
     dest.mkdir(parents=True, exist_ok=True)
     if (folder / "tokenizer.json").is_file():
@@ -90,7 +92,7 @@ def _convert_slow(folder: Path, dest: Path) -> None:
     tokenizer.save_pretrained(str(dest))
     if not (dest / "tokenizer.json").is_file():
         raise ModelError(
-            f"{folder}: only a slow tokenizer ({type(tokenizer).__name__}), which has no tokenizer.json form; "
+            f"{folder}: only a slow tokenizer ({type(tokenizer).__name__}), without a tokenizer.json form; "
             "take tokenizer.json from the base model"
         )
 
@@ -128,7 +130,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def write_from_gguf(path: Path, metadata: dict[str, Any], dest: Path) -> None:
     """Build the tokenizer that a GGUF file describes; it encodes as transformers' own conversion does.
 
-    A byte-level BPE with GPT-2's split is built directly (0.2 s); any other is left to transformers (5 to 10 s).
+    A byte-level BPE with GPT-2's split is built directly (0.2 s); any other is left to transformers (5 to 10
+    s).
     """
     dest.mkdir(parents=True, exist_ok=True)
     if "tokenizer.ggml.tokens" not in metadata:
@@ -169,7 +172,7 @@ def _convert_gguf(path: Path, dest: Path) -> None:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """GPT-2's spelling of bytes: printable ones stand for themselves, the rest move behind U+0100 in order."""
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the rest move behind U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(moved)}

@@ -1,11 +1,12 @@
 """Parameters of a transformers module as expressions over checkpoint tensors.
 
-transformers renames, stacks, splits and permutes checkpoint tensors while it loads them. Its own rules are used: its
-renaming functions give the names, and its conversion operations are run on recording tensors that have a shape but
-no data, so that each operation leaves an expression instead of a result. Whatever a rule does with the recording
-tensors must be known to recorded_tensor.py; anything else is refused by name.
+transformers renames, stacks, splits and permutes checkpoint tensors while it loads them. Its own rules are
+used: its renaming functions give the names, and its conversion operations are run on recording tensors that
+have a shape but no data, so that each operation leaves an expression instead of a result. Whatever a rule
+does with the recording tensors must be known to recorded_tensor.py; anything else is refused by name.
 
-Every checkpoint tensor is used, or named in one warning. Every parameter asked for gets an expression, or ModelError.
+Every checkpoint tensor is used, or named in one warning. Every parameter asked for gets an expression, or
+ModelError.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def weight_exprs(
 ) -> dict[str, Expr]:
     """One expression for each name of `param_specs`, of exactly that shape and number type.
 
-    `tied` maps a name to the one it shares its tensor with. `model` is the module as built (its parameters need no
-    data); without it the module is built on the meta device. Raises ModelError for a parameter that no tensor
-    fills, a wrong shape, a number type that is not a float where one is needed, an unknown conversion.
+    `tied` maps a name to the one it shares its tensor with. `model` is the module as built (its parameters
+    need no data); without it the module is built on the meta device. Raises ModelError for a parameter that
+    no tensor fills, a wrong shape, a number type that is not a float where one is needed, an unknown
+    conversion.
     """
     model = model if model is not None else _meta_model(config)
     filled, unused = _filled(model, source, param_specs)
@@ -62,10 +64,10 @@ def weight_exprs(
             ", ".join(unused[:5]),
             ", ..." if len(unused) > 5 else "",
         )
-    if differing := differing_ties(tied, filled, source):
+    if differing := _differing_ties(tied, filled, source):
         raise ModelError(
             f"{source.path}: {', '.join(differing)} differs from the tensor that the config ties it to; "
-            "trace the model with tie_word_embeddings=False"
+            "set tie_word_embeddings to false in its config"
         )
     groups = _tie_groups(tied)
     result: dict[str, Expr] = {}
@@ -79,31 +81,13 @@ def weight_exprs(
     if missing:
         raise ModelError(
             f"{source.path}: no tensor fills {len(missing)} parameters of {type(model).__name__}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; the checkpoint is incomplete or of "
-            "another model: download it again (ostinato never starts with random weights)"
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; the checkpoint is incomplete "
+            "or of another model: download it again (ostinato never starts with random weights)"
         )
     return result
 
 
-def must_untie(model: PreTrainedModel, tied: Mapping[str, str], source: ModelSource) -> list[str]:
-    """Names whose own checkpoint tensor differs from the one they are tied to; with a warning.
-
-    As in transformers, such a tensor is used: build the model again with `tie_word_embeddings=False` then.
-    """
-    filled, _ = _filled(model, source, {})
-    names = differing_ties(tied, filled, source)
-    for name in names:
-        log.warning(
-            "%s: the config ties %s to %s, but the checkpoint holds a different tensor for it, which is used; "
-            "set tie_word_embeddings to false in the config to silence this",
-            source.path,
-            name,
-            tied[name],
-        )
-    return names
-
-
-def differing_ties(
+def _differing_ties(
     tied: Mapping[str, str], filled: Mapping[str, RecordedTensor], source: ModelSource
 ) -> list[str]:
     """Tied names that the checkpoint fills with other values than their partner."""
@@ -142,7 +126,7 @@ def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
 def _filled(
     model: PreTrainedModel, source: ModelSource, param_specs: Mapping[str, Spec]
 ) -> tuple[dict[str, RecordedTensor], list[str]]:
-    """Recorded tensor of each module tensor that the checkpoint fills, and the checkpoint tensors left over."""
+    """Recorded tensor of each module tensor that the checkpoint fills, and the tensors left over."""
     state = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
@@ -164,7 +148,7 @@ def _filled(
         expr = load(name) if dtype == file_dtype else cast(load(name), dtype)
         if dtype.is_floating_point and file_dtype not in _FLOATS:
             raise ModelError(
-                f"{source.path}: tensor {name} is {file_dtype}, a quantised weight; use the unquantised checkpoint"
+                f"{source.path}: tensor {name} is {file_dtype}, a quantised weight; use the unquantised model"
             )
         recorded = RecordedTensor(expr, shape, dtype)
         if pattern is not None:
@@ -172,7 +156,8 @@ def _filled(
             converter.add_tensor(target, name, pattern, recorded)
         elif target in filled:
             raise ModelError(
-                f"{source.path}: {name} and {next(sources(filled[target].expr))} are both {target}; remove one of them"
+                f"{source.path}: {name} and {next(sources(filled[target].expr))} are both {target}; "
+                "remove one of them"
             )
         else:
             filled[target] = recorded

@@ -1,7 +1,7 @@
 """Packed weights: executes a weight program into one safetensors file, and maps that file back.
 
-Every tensor starts at a multiple of 64 bytes of the file, so that kernels may use aligned loads. The format allows no
-gaps, so a gap is a small uint8 tensor of its own, named `__pad__.N`; loading leaves those out.
+Every tensor starts at a multiple of 64 bytes of the file, so that kernels may use aligned loads. The format
+allows no gaps, so a gap is a small uint8 tensor of its own, named `__pad__.N`; loading leaves those out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAD = "__pad__."
 READ_BYTES = 64 * 2**20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Progress = Callable[[str, int, int], None]  # tensor name, tensors done, tensors in all
+Progress = Callable[[float], None]  # share of the tensors that is written, 0 to 1
 
 
 class PackedFile(NamedTuple):
@@ -51,8 +51,9 @@ def pack(
 ) -> PackedFile:
     """Evaluate each expression and stream it into `out`; peak memory is about one checkpoint tensor.
 
-    `dtype`: number type of all floating results; None keeps their own. The file appears under its name only when
-    it is complete and on the disk. Raises CompileError when the disk is full; nothing is left behind then.
+    `dtype`: number type of all floating results; None keeps their own. The file appears under its name only
+    when it is complete and on the disk. Raises CompileError when the disk is full; nothing is left behind
+    then.
     """
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -107,7 +108,7 @@ def _write_all(
         header[name] = {"dtype": _NAMES[found], "shape": list(shape), "data_offsets": [at, end]}
         at = end
         if progress is not None:
-            progress(name, done, len(exprs))
+            progress(done / len(exprs))
     text = json.dumps(header, separators=(",", ":")).encode().ljust(base - 8)
     file.seek(0)
     file.write((base - 8).to_bytes(8, "little") + text)
@@ -116,7 +117,7 @@ def _write_all(
 def _write(
     file: IO[bytes], expr: Expr, read: Callable[[str], Tensor], dtype: torch.dtype | None
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Write one expression. Parts joined along the first dimension are written one after another, never joined."""
+    """Write one expression. Parts joined along the first dimension are written one by one, never joined."""
     if expr[0] in ("concat", "stack") and expr[1] == 0:
         specs = [_write(file, part, read, dtype) for part in expr[2]]
         shapes = [shape for shape, _ in specs]
@@ -136,9 +137,9 @@ def _write(
 def load_packed(path: Path, *, copy: bool = False) -> dict[str, Tensor]:
     """All packed tensors by name.
 
-    copy=False: views of a read-only mapping of the file; nothing is read until it is used, writing to one crashes.
-    copy=True: private memory, in huge pages where the system grants them, read at once by several threads.
-    Raises ArtifactError when the file is missing, or its size does not fit its header.
+    copy=False: views of a read-only mapping of the file; nothing is read until it is used, writing to one
+    crashes. copy=True: private memory, in huge pages where the system grants them, read at once by several
+    threads. Raises ArtifactError when the file is missing, or its size does not fit its header.
     """
     try:
         places = read_header(path)
