@@ -7,7 +7,7 @@ half goes to prompts shorter than the rest of the first-ranked one, shortest fir
     - the shortest prompt, s tokens, has its first token at most ceil(s / floor(R/2)) steps after admission.
 Rank, admission and preemption: `slots.py`.
 
-Prompts of requests with `prompt_logprobs` are computed in full: they fill the prefix cache, but do not read it.
+Prompts of requests with `prompt_logprobs` are computed in full: they fill the prefix cache, unread.
 
 Overlap. `next_plan` may be called before `complete` of the plan before, up to `max_in_flight` plans. What
 holds then: plans are settled in order; blocks of a sequence come back only when no plan in flight has it; a
@@ -90,8 +90,8 @@ class Scheduler:
             raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
         if length >= self.window:
             raise ContextTooLong(
-                f"the prompt has {length} tokens, the context window {self.window} tokens, of which the answer "
-                f"needs at least one: shorten the prompt to {self.window - 1} tokens",
+                f"the prompt has {length} tokens, the context window {self.window} tokens, of which "
+                f"the answer needs at least one: shorten the prompt to {self.window - 1} tokens",
                 param="prompt",
             )
         if request.request_id in self._live:
