@@ -1,0 +1,36 @@
+# Two commands for a fresh machine: `make serve` and `make test`. Needs Python >= 3.11, make and a C++ compiler.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+CACHE := .cache
+MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
+ARTIFACT := $(CACHE)/SmolLM2-135M-Instruct
+
+
+.PHONY: serve test check bench clean
+
+serve: $(VENV)/installed $(MODEL)
+	@$(RUN)/compile-model $(MODEL) -o $(ARTIFACT)
+	@$(RUN)/ostinato serve $(ARTIFACT) --server.served-name smollm2
+
+test: $(VENV)/installed $(MODEL)
+	@PATH="$(CURDIR)/$(RUN):$$PATH" sh scripts/test
+
+check: $(VENV)/installed
+	@PATH="$(CURDIR)/$(RUN):$$PATH" sh scripts/check
+
+bench: $(VENV)/installed $(MODEL)
+	@PATH="$(CURDIR)/$(RUN):$$PATH" sh scripts/bench
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "ostinato needs Python 3.11 or newer, this is %d.%d; set PYTHON=python3.12" % v[:2])'
+	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
+	@touch $@
+
+$(MODEL): | $(VENV)/installed
+	@$(RUN)/python -m ostinato.tools.fetch_demo $(CACHE)
+
+clean:
+	rm -rf $(VENV) $(CACHE)
