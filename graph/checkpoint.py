@@ -217,6 +217,7 @@ def _no_files(folder: Path, present: list[Path]) -> str:
     if pickled:
         return (
             f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which can run code when opened; "
-            "convert them where you trust them: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
+            "convert them where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(dir).save_pretrained(new_dir)"
         )
     return f"{folder}: no weights; needed: {SINGLE}, or shards with {INDEX}. Finish the download of the model"

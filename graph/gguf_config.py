@@ -108,7 +108,7 @@ def hf_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         key for key, value in stated.items() if key not in fields and key not in _HANDLED and value
     ]:
         raise ModelError(
-            f"{file.path}: metadata {architecture}.{unknown[0]}={stated[unknown[0]]!r:.60} is not understood and "
+            f"{file.path}: metadata {architecture}.{unknown[0]}={stated[unknown[0]]!r:.60} is not known and "
             "may change the math; use the safetensors folder of the model"
         )
     stated.setdefault("attention.head_count_kv", stated.get("attention.head_count"))

@@ -114,13 +114,13 @@ class GgufFile:
             ) from error
         if shape and shape[-1] % block:
             raise ModelError(
-                f"{self.path}: tensor {name}: rows of {shape[-1]} are no multiple of {kind.name}'s {block}"
+                f"{self.path}: tensor {name}: {shape[-1]} columns are no multiple of {kind.name}'s {block}"
             )
         start = self.data_start + offset
         stop = start + math.prod(shape) // block * block_bytes
         if stop > len(self.memory):
             raise ModelError(
-                f"{self.path}: {stop - len(self.memory)} bytes of tensor {name} are missing; download it again"
+                f"{self.path}: {stop - len(self.memory)} bytes of {name} are missing; download it again"
             )
         return GgufTensor(shape, kind, start, stop)
 

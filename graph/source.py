@@ -36,7 +36,9 @@ class ModelSource(Protocol):
     path: Path
     kind: Literal["hf", "gguf"]
     config: dict[str, Any]
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str: ...
 
     def tensor_names(self) -> Sequence[str]: ...
 

@@ -130,7 +130,7 @@ def _write(
     if dtype is not None and made.is_floating_point():
         made = made.to(dtype)
     if made.numel():
-        file.write(memoryview(made.contiguous().view(-1).view(torch.uint8).numpy()))
+        file.write(made.contiguous().view(-1).view(torch.uint8).numpy().data)
     return tuple(made.shape), made.dtype
 
 
