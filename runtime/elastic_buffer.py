@@ -66,6 +66,7 @@ class ElasticBuffer:
         ]  # granules of each segment
         self._range = MappedRange(driver, end * granule, starts)
         self._committed = 0
+        self._used = 0  # bytes of each segment that may have been written since they were mapped
         self._is_released = False
         self._owner: _Owner | None = _Owner()
         freeing = weakref.finalize(self._owner, self._range.free)
@@ -120,12 +121,13 @@ class ElasticBuffer:
             )
         if segment_bytes > self.capacity_bytes:
             raise ValueError(
-                f"grow({segment_bytes}): only {self.capacity_bytes} bytes were reserved; reserve more at start"
+                f"grow({segment_bytes}): only {self.capacity_bytes} bytes are reserved; reserve more"
             )
         before = self._range.extend(self._lengths(segment_bytes), self._extent_granules)
         if zero_new:
             self._zero(self._committed, segment_bytes, before)
         self._committed = segment_bytes
+        self._used = max(self._used, segment_bytes)
 
     def shrink(self, segment_bytes: int) -> None:
         """Keep the first `segment_bytes` of every segment; whole extents behind them go back to the driver.
@@ -137,16 +139,20 @@ class ElasticBuffer:
         self._check_usable("shrink")
         if not 0 <= segment_bytes <= self._committed:
             raise ValueError(
-                f"shrink({segment_bytes}): must be 0 to {self._committed} (committed bytes); grow makes it more"
+                f"shrink({segment_bytes}): must be 0 to {self._committed} (committed); grow makes it more"
             )
         self._cut(segment_bytes)
         self._committed = segment_bytes
         self._range.settle()
 
     def release_physical(self) -> None:
-        """Give all memory back; addresses, tensors and `committed_bytes` stay. Fails like `shrink`."""
-        self._check_usable("release_physical")
-        self._cut(0)
+        """Give all memory back; addresses, tensors and `committed_bytes` stay.
+
+        Fails like `shrink`; called again it only tries to give back what resisted.
+        """
+        self._check_open("release_physical")
+        if not self._is_released:
+            self._cut(0)
         self._is_released = True
         self._range.settle()
 
@@ -219,15 +225,18 @@ class ElasticBuffer:
     def _fill(self, extent_granules: int) -> None:
         before = self._range.extend(self._lengths(self._committed), extent_granules)
         self._is_released = False
+        self._used = self._committed
         self._zero(0, self._committed, before)
 
     def _zero(self, begin: int, end: int, before: list[int]) -> None:
-        """Zero these bytes of every segment, except in granules added since `before` if those came zeroed."""
-        fresh = [
-            ((start + old) * self._granule, (start + self._range.granules(s)) * self._granule)
-            for s, (start, old) in enumerate(zip(self._range.starts, before, strict=True))
-            if self.driver.creates_zeroed
-        ]
+        """Zero these bytes of every segment, except those that the driver zeroed and nobody used."""
+        fresh: list[tuple[int, int]] = []  # granules added since `before`, as bytes from, to
+        if self.driver.creates_zeroed:
+            end = min(end, self._used)
+            fresh = [
+                ((start + old) * self._granule, (start + self._range.granules(s)) * self._granule)
+                for s, (start, old) in enumerate(zip(self._range.starts, before, strict=True))
+            ]
         for s in range(self.segments):
             at, stop = s * self.capacity_bytes + begin, s * self.capacity_bytes + end
             for zeroed_from, zeroed_to in [*fresh, (stop, stop)]:

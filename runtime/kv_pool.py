@@ -44,8 +44,8 @@ def plan_capacity(
     free = min(limits.available() // block_bytes, capacity)
     if free < min_blocks:
         raise ConfigError(
-            f"KV memory: {min_blocks} blocks of {block_bytes} bytes ({min_blocks * block_bytes / 2**20:.1f} MiB) are "
-            f"needed at least, {max(free, 0)} may be taken ({state.free_bytes >> 20} MiB free by {state.source}, "
+            f"KV memory: {min_blocks} blocks of {block_bytes} B ({min_blocks * block_bytes / 2**20:.1f} MiB) "
+            f"are needed, {free} may be taken ({state.free_bytes >> 20} MiB free by {state.source}, "
             f"headroom {limits.headroom_bytes >> 20} MiB, kv.max_gib={kv.max_gib:g}); free memory, lower "
             "kv.headroom_gib or max_model_len, or raise kv.max_gib"
         )
@@ -204,15 +204,14 @@ class KVPool:
         failure = None
         for buffer, _ in self._buffers:
             try:
-                if not buffer.is_released:
-                    buffer.release_physical()
+                buffer.release_physical()
             except VmmError as error:
                 failure = error
         if failure is not None:
             raise failure
 
     def recommit(self) -> int:
-        """Undo `release_physical`; blocks read zero. All or nothing: on `VmmError` the pool stays released."""
+        """Undo `release_physical`; blocks read zero. On `VmmError` the pool stays released."""
         self._check_open("recommit")
         if not self._is_released:
             raise ValueError("recommit: nothing was released; call release_physical first")

@@ -69,12 +69,10 @@ class MappedRange:
         return before
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Give back the extents that begin at or behind these lengths, from the ends of the runs.
+        """Unmap extents that begin at or behind these lengths; `settle`, to be called next, releases them.
 
         If an unmap fails, the extents unmapped so far are mapped again with their bytes, and the error is
         raised. Where even that fails the run stays shorter: look at `granules` afterwards.
-        If a release fails, the cut is done all the same and the handle is kept for `settle`, which raises the
-        error.
         """
         self._give_back_stray()
         self.driver.quiesce()
@@ -89,10 +87,9 @@ class MappedRange:
             self._restore(gone)
             raise
         self._stray += [(extent, False) for _, extent in gone]
-        self._give_back_stray()
 
     def settle(self) -> None:
-        """Undo what earlier failures left behind; raise the driver's error if it still resists."""
+        """Release what `cut` unmapped, undo what failures left; what resists is kept for the next time."""
         failure = self._give_back_stray()
         if failure is not None:
             raise failure

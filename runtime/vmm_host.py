@@ -55,7 +55,7 @@ class HostVmm:
     def __init__(self, granularity: int = DEFAULT_GRANULARITY) -> None:
         if granularity < mmap.PAGESIZE or granularity & (granularity - 1):
             raise ValueError(
-                f"granularity={granularity}: must be a power of two and at least a page, {mmap.PAGESIZE} bytes"
+                f"granularity={granularity}: must be a power of two, at least a page ({mmap.PAGESIZE})"
             )
         self.granularity = granularity
         self._lock = threading.Lock()
