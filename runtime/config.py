@@ -12,7 +12,7 @@ from ostinato.section import Section
 class KVConfig(Section):
     """KV memory. It starts small, grows when the free list runs low, and stops at `max_gib` or `headroom_gib`."""
 
-    block_tokens: int = Field(16, ge=1, le=256, description="tokens in one KV block; a power of two")
+    block_tokens: int = Field(16, ge=1, le=256, description="tokens in one KV block")
     initial_mib: int = Field(64, ge=1, description="MiB committed at start")
     max_gib: float = Field(0.0, ge=0, allow_inf_nan=False, description="GiB at most; 0: all that is really free")
     headroom_gib: float = Field(1.0, ge=0, allow_inf_nan=False, description="GiB of memory always left to others")

@@ -1,0 +1,221 @@
+"""Artifacts: complete, verified, refused when damaged or made for something else, and never half there."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.tiny_models import make_tiny
+
+from ostinato.errors import ArtifactError, CompileError, ConfigError, ModelError
+from ostinato.runtime.artifact import load_artifact, read_manifest
+from ostinato.runtime.compile import compile_model
+from ostinato.runtime.compile_cache import resolve_artifact
+from ostinato.runtime.config import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def artifact(model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("artifact") / "tiny"
+    compile_model(model, out)
+    return out
+
+
+@pytest.fixture
+def copy(artifact, tmp_path) -> Path:
+    shutil.copytree(artifact, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def edit_manifest(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def test_manifest_lists_and_hashes_every_other_file(artifact):
+    manifest = read_manifest(artifact)
+    there = {str(p.relative_to(artifact)) for p in artifact.rglob("*") if p.is_file()} - {"manifest.json"}
+    assert set(manifest.files) == there
+    assert {"program.json", "kernels.so", "weights.safetensors", "tokenizer/tokenizer.json"} <= there
+
+
+def test_proof_is_stored_and_within_its_budget(artifact):
+    proof = read_manifest(artifact).proof
+    assert 0 < proof.max_error <= proof.budget
+    assert proof.kv_max_error <= proof.kv_budget
+    assert proof.argmax_equal
+
+
+def test_every_pass_matched_as_often_as_the_graph_says(artifact):
+    records = {r.name: (r.matched, r.expected) for r in read_manifest(artifact).passes if r.expected}
+    # 2 layers: 2 norms each and the last one; one gated MLP, one rotated write, QKV and gate/up groups per layer
+    assert records["rms_norm"][1] == 5
+    assert records["silu_mul"] == (2, 2)
+    assert records["rope_kv_write"] == (2, 2)
+    assert records["merge_linears"] == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "name", ["program.json", "kernels.so", "weights.safetensors", "tokenizer/tokenizer.json", "graph/after.py"]
+)
+def test_a_flipped_byte_is_found_and_the_file_named(copy, name):
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(ArtifactError, match=rf"{name}: content does not match"):
+        load_artifact(copy)
+
+
+def test_a_missing_or_short_file_is_named(copy):
+    (copy / "program.json").write_bytes((copy / "program.json").read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match=r"program.json: \d+ bytes, the manifest says \d+"):
+        load_artifact(copy)
+    (copy / "program.json").unlink()
+    with pytest.raises(ArtifactError, match=r"file program.json is missing"):
+        load_artifact(copy)
+
+
+def test_another_torch_is_refused_with_both_versions(copy):
+    edit_manifest(copy, torch="2.10.0")
+    with pytest.raises(ArtifactError, match=rf"torch: artifact 2\.10\.0, here {torch.__version__.split('+')[0]}"):
+        load_artifact(copy)
+
+
+def test_a_processor_without_the_needed_features_is_refused(copy):
+    target = json.loads((copy / "manifest.json").read_text())["target"]
+    edit_manifest(copy, target={**target, "features": [*target["features"], "avx4096"]})
+    with pytest.raises(ArtifactError, match="processor features: artifact avx4096, here absent"):
+        load_artifact(copy)
+
+
+def test_another_machine_type_is_refused(copy):
+    target = json.loads((copy / "manifest.json").read_text())["target"]
+    edit_manifest(copy, target={**target, "machine": "riscv128"})
+    with pytest.raises(ArtifactError, match="target: artifact cpu/riscv128, here cpu/"):
+        load_artifact(copy)
+
+
+def test_another_schema_version_is_refused(copy):
+    edit_manifest(copy, version=999)
+    with pytest.raises(ArtifactError, match="schema version 999, this ostinato"):
+        load_artifact(copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"version": 1}'])
+def test_a_broken_manifest_is_an_artifact_error(copy, text):
+    (copy / "manifest.json").write_text(text)
+    with pytest.raises(ArtifactError, match=r"manifest\.json"):
+        load_artifact(copy)
+
+
+def test_a_folder_that_is_no_artifact_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="no such artifact folder"):
+        load_artifact(tmp_path / "absent")
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        load_artifact(tmp_path)
+
+
+def test_compiling_over_something_else_is_refused_and_leaves_it(model, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match="exists and is not an artifact"):
+        compile_model(model, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_unchanged_model_is_not_compiled_again(model, artifact):
+    before = (artifact / "manifest.json").stat().st_mtime_ns
+    compile_model(model, artifact)
+    assert (artifact / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_another_setting_gives_another_artifact_in_the_cache(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = resolve_artifact(model, EngineConfig())
+    off = resolve_artifact(model, EngineConfig.model_validate({"passes": {"off": ["silu_mul"]}}))
+    assert plain != off
+    assert resolve_artifact(model, EngineConfig()) == plain
+    records = {r.name: r.matched for r in read_manifest(off).passes}
+    assert records.get("silu_mul", 0) == 0
+    (plain / "manifest.json").write_text("garbage")
+    assert read_manifest(resolve_artifact(model, EngineConfig())).source == "tiny"
+    assert resolve_artifact(off, EngineConfig()) == off
+
+
+def test_unknown_pass_in_off_is_a_config_error_that_lists_the_known(model, tmp_path):
+    config = EngineConfig.model_validate({"passes": {"off": ["silu_mull"]}})
+    with pytest.raises(ConfigError, match=r"silu_mull.*silu_mul"):
+        compile_model(model, tmp_path / "out", config)
+    assert list(tmp_path.glob("*")) == []
+
+
+def run_compile(model: Path, out: Path, body: str = "") -> subprocess.Popen:
+    code = f"""
+import os, signal, resource
+from ostinato.runtime.compile import compile_model
+def progress(stage, share):
+    {body or "pass"}
+compile_model({str(model)!r}, {str(out)!r}, progress=progress)
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+
+
+def test_kill_9_during_a_compile_leaves_the_old_artifact_or_none(model, artifact, tmp_path):
+    kill = "stage == 'write' and os.kill(os.getpid(), signal.SIGKILL)"
+    fresh = run_compile(model, tmp_path / "fresh", kill)
+    shutil.copytree(artifact, tmp_path / "old")
+    edit_manifest(tmp_path / "old", key="of another compile")
+    old = run_compile(model, tmp_path / "old", kill)
+    assert (fresh.wait(), old.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
+    fresh.stderr.close(), old.stderr.close()
+    assert not (tmp_path / "fresh").exists()
+    assert read_manifest(tmp_path / "old").key == "of another compile"
+    assert load_artifact(tmp_path / "old").facts.vocab_size == 320
+    compile_model(model, tmp_path / "fresh")  # the next compile cleans up and succeeds
+    assert load_artifact(tmp_path / "fresh").facts.vocab_size == 320
+    assert [p.name for p in tmp_path.glob(".fresh.*.partial")] == []
+
+
+def test_a_full_disk_is_a_compile_error_and_leaves_nothing(model, tmp_path):
+    limit = "stage == 'weights' and resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    process = run_compile(model, tmp_path / "out", limit)
+    _, stderr = process.communicate()
+    assert process.returncode == 1
+    assert "CompileError" in stderr
+    assert "disk is full" in stderr
+    assert [p.name for p in tmp_path.glob("*")] == []
+
+
+def test_two_compiles_of_one_model_at_once_give_one_good_artifact(model, tmp_path):
+    pair = [run_compile(model, tmp_path / "out") for _ in range(2)]
+    for process in pair:
+        _, stderr = process.communicate()
+        assert process.returncode == 0, stderr
+    assert load_artifact(tmp_path / "out").facts.vocab_size == 320
+    assert [p.name for p in tmp_path.glob(".out.*.partial")] == []
+
+
+def test_an_unknown_source_is_a_model_error(tmp_path):
+    with pytest.raises(ModelError, match="no such file or folder"):
+        compile_model(tmp_path / "absent", tmp_path / "out")
+
+
+def test_a_full_disk_while_writing_small_files_is_named(model, tmp_path, monkeypatch):
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("ostinato.graph.source_hf.HfSource.write_tokenizer", full)
+    with pytest.raises(CompileError, match="no space left"):
+        compile_model(model, tmp_path / "out")
+    assert list(tmp_path.glob("*")) == []

@@ -1,0 +1,69 @@
+"""Every setting is a flag, a TOML key and a keyword, declared once."""
+
+import argparse
+
+import pytest
+
+from ostinato.errors import ConfigError
+from ostinato.tools.flags import add_flags, changed, config_from, settings
+
+FLAGS = [
+    "cpu.bind", "cpu.threads", "graph.dtype", "graph.trust_remote_code", "kv.block_tokens", "kv.headroom_gib",
+    "kv.idle_shrink_s", "kv.initial_mib", "kv.max_gib", "kv.prefix_cache", "log_level", "max_model_len",
+    "passes.dump_dir", "passes.fuel", "passes.off", "scheduler.max_running", "scheduler.max_step_tokens",
+    "scheduler.max_waiting", "server.api_key", "server.drain_s", "server.host", "server.max_body_mib",
+    "server.max_logprobs", "server.max_n", "server.port", "server.served_name", "server.stall_s",
+]  # fmt: skip
+
+
+def parse(*words, environ=None):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return config_from(parser.parse_args(words), environ or {})
+
+
+def test_the_list_of_settings_is_the_reviewed_one():
+    assert sorted(path for path, _ in settings()) == FLAGS
+
+
+def test_every_setting_has_help():
+    assert [path for path, field in settings() if not field.description and path.count(".")] == []
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    file = tmp_path / "o.toml"
+    file.write_text("[kv]\nblock_tokens = 32\nmax_gib = 2.5\n[server]\nport = 9000\n")
+    config = parse("--config", str(file), "--server.port", "9001", "--no-kv.prefix-cache", "--passes.off", "a,b")
+    assert (config.kv.block_tokens, config.kv.max_gib, config.server.port) == (32, 2.5, 9001)
+    assert (config.kv.prefix_cache, config.passes.off, config.scheduler.max_running) == (False, ("a", "b"), 256)
+
+
+def test_the_api_key_comes_from_the_environment_and_is_masked():
+    config = parse(environ={"OSTINATO_API_KEY": "secret"})
+    assert config.server.api_key == "secret"
+    assert changed(config) == {"server.api_key": "***"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--kv.block-tokens", "0"), r"kv.block_tokens='0'.*greater than or equal to 1"),
+        (("--server.port", "http"), r"server.port='http'.*valid integer"),
+        (("--graph.dtype", "int3"), r"graph.dtype='int3'.*float32"),
+        (("--kv.max-gib", "nan"), r"kv.max_gib='nan'.*finite"),
+        (("--config", "/nonexistent.toml"), r"nonexistent.toml: No such file"),
+    ],
+)
+def test_a_wrong_value_names_the_setting(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(*words)
+
+
+def test_an_unknown_key_in_the_file_is_an_error(tmp_path):
+    file = tmp_path / "o.toml"
+    file.write_text("[kv]\npage_size = 32\n")
+    with pytest.raises(ConfigError, match=r"kv.page_size=32"):
+        parse("--config", str(file))
+    file.write_text("kv = [broken")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        parse("--config", str(file))
