@@ -54,7 +54,7 @@ class PassRecord(Section):
 
     name: str
     matched: int
-    expected: int
+    expected: int | None = Field(description="least number of matches; None: nothing in the graph calls for it")
     refused: dict[str, int] = Field(default_factory=dict)
     milliseconds: float
     proofs: tuple[str, ...] = Field((), description="checks of the rewrite on this model's shapes, with their errors")

@@ -195,7 +195,7 @@ class _Compile:
     def _rewrite(self, captured: CapturedGraph) -> list[PassReport]:
         reports = pipeline.run(
             captured.graph_module, self._config.passes, captured.facts.expected_matches,
-            on_pass=lambda share: self._progress("passes", share),
+            on_pass=lambda report: self._progress("passes", 0.5),
         )  # fmt: skip
         log.info("passes:\n%s", pipeline.format_table(reports))
         return reports
@@ -214,7 +214,7 @@ class _Compile:
         self._read = _Reader(self._source, captured.constants)
         packed = pack(
             exprs, self._read, self._folder / WEIGHTS,
-            progress=lambda _, done, total: self._progress("weights", min(done / total, 0.999)),
+            progress=lambda share: self._progress("weights", min(share, 0.999)),
         )  # fmt: skip
         (self._folder / "program.json").write_text(lower(captured.graph_module, keys).model_dump_json())
         return packed

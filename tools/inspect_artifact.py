@@ -76,7 +76,7 @@ def pass_table(manifest: Manifest) -> str:
     rows = [("pass", "matched", "expected", "ms", "proofs", "refused")]
     for record in manifest.passes:
         refused = "; ".join(f"{count}x {reason}" for reason, count in record.refused.items())
-        expected = str(record.expected) if record.expected else "-"
+        expected = "-" if record.expected is None else str(record.expected)
         rows.append(
             (record.name, str(record.matched), expected, f"{record.milliseconds:.0f}", str(len(record.proofs)), refused)
         )
