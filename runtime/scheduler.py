@@ -7,7 +7,7 @@ half goes to prompts shorter than the rest of the first-ranked one, shortest fir
     - the shortest prompt, s tokens, has its first token at most ceil(s / floor(R/2)) steps after admission.
 Rank, admission and preemption: `slots.py`.
 
-Prompts of requests with `prompt_logprobs` are computed in full: they fill the prefix cache, unread.
+A prompt with `prompt_logprobs` is computed in full: it does not read the prefix cache, though it fills it.
 
 Overlap. `next_plan` may be called before `complete` of the plan before, up to `max_in_flight` plans. What
 holds then: plans are settled in order; blocks of a sequence come back only when no plan in flight has it; a
