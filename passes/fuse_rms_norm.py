@@ -1,0 +1,131 @@
+"""An RMSNorm written out  ->  ostinato::rms_norm.  Numerics: close (another kernel, same rounding points).
+
+Spellings: llama (round, then times weight), gemma (times 1 + weight in float32, then round), olmo2 (times weight in
+float32, then round), each with rsqrt(...) or pow(..., -0.5), and aten.rms_norm. A norm without a weight stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ostinato.ops import rms_norm
+from ostinato.passes.fusion import FusionPass, Match, Spelling
+from ostinato.passes.trace import Example
+from ostinato.passes.values import is_tensor, tensor
+
+aten = torch.ops.aten
+
+EPS, OFFSET = 0.01234, 1.06789  # any numbers that stand in no other place of the patterns
+
+
+class FuseRMSNorm(FusionPass):
+    name = "rms_norm"
+    numerics = "close"
+    anchors = (aten.rsqrt.default, aten.pow.Tensor_Scalar, aten.rms_norm.default)
+
+    def spellings(self, anchor: fx.Node) -> Iterable[Spelling] | str | None:
+        if anchor.target == aten.pow.Tensor_Scalar and anchor.args[1] != -0.5:
+            return None
+        if anchor.target == aten.rms_norm.default:
+            return _library_call(anchor)
+        source = _norm_input(anchor)
+        if source is None:
+            return "the root is not taken of a mean of squares plus a number"
+        return _written_out(tensor(source), uses_pow=anchor.target == aten.pow.Tensor_Scalar)
+
+    def check(self, match: Match) -> str | None:
+        x, weight = match.value("x"), match.value("weight")
+        if weight.shape != x.shape[-1:]:
+            return "the weight does not have the size of the last dimension"
+        return None
+
+
+def _norm_input(anchor: fx.Node) -> fx.Node | None:
+    """What the squares are taken of, before its cast to float32."""
+    at = anchor
+    for target in (aten.add.Tensor, aten.mean.dim, aten.pow.Tensor_Scalar):
+        step = at.args[0]
+        if not isinstance(step, fx.Node) or step.target != target:
+            return None
+        at = step
+    source = at.args[0]
+    if isinstance(source, fx.Node) and source.target == aten.to.dtype:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and is_tensor(source) else None
+
+
+def _written_out(x: Tensor, *, uses_pow: bool) -> Iterator[Spelling]:
+    sample = torch.empty([2] * x.dim(), dtype=x.dtype)
+    for weight_type in dict.fromkeys((x.dtype, torch.float32)):
+        inputs: dict[str, Example] = {"x": sample, "weight": torch.empty(2, dtype=weight_type), "eps": EPS}
+        for pattern, replacement, constants in SPELLINGS[uses_pow]:
+            yield Spelling(pattern, replacement, inputs | constants)
+
+
+def _library_call(anchor: fx.Node) -> Iterable[Spelling] | str:
+    x, weight = anchor.args[0], anchor.args[2] if len(anchor.args) > 2 else None
+    if not is_tensor(weight) or len(anchor.args) < 4 or anchor.args[3] is None:
+        return "rms_norm without a weight or without eps"
+    examples: dict[str, Example] = {
+        "x": torch.empty([*[2] * (tensor(x).dim() - 1), *tensor(weight).shape], dtype=tensor(x).dtype),  # type: ignore[arg-type]
+        "weight": torch.empty(tensor(weight).shape, dtype=tensor(weight).dtype),  # type: ignore[arg-type]
+        "eps": EPS,
+    }
+    return [Spelling(library, fused_library, examples)]
+
+
+def _xhat(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _xhat_pow(x: Tensor, eps: float) -> Tensor:
+    return x * torch.pow(x.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+
+
+Function = Callable[..., Tensor]
+
+
+def _spellings(xhat: Function) -> list[tuple[Function, Function, dict[str, Example]]]:
+    def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return weight * xhat(x.float(), eps).to(x.dtype)
+
+    def gemma(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        return (xhat(x.float(), eps) * (weight.float() + offset)).to(x.dtype)
+
+    def olmo2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return (weight * xhat(x.float(), eps)).to(x.dtype)
+
+    def gemma4(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return (xhat(x.float(), eps) * weight.float()).to(x.dtype)
+
+    return [
+        (llama, fused_llama, {}),
+        (gemma, fused_gemma, {"offset": OFFSET}),
+        (olmo2, fused_olmo2, {}),
+        (gemma4, fused_olmo2, {}),
+    ]
+
+
+def fused_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm.OP(x, weight, eps, 0.0, True)
+
+
+def fused_gemma(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return rms_norm.OP(x, weight, eps, offset, False)
+
+
+def fused_olmo2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm.OP(x, weight, eps, 0.0, False)
+
+
+def library(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)  # type: ignore[arg-type]  # a Size is a list of ints
+
+
+fused_library = fused_olmo2
+
+SPELLINGS = {False: _spellings(_xhat), True: _spellings(_xhat_pow)}

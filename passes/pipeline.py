@@ -1,0 +1,170 @@
+"""The passes in order, and one run of them all.
+
+What a name counts (`expected` of `run` uses the same words):
+  remove_noops       nodes dropped or respelled; runs again where a pass leaves views behind
+  merge_linears      groups of parallel linear layers that became one (QKV of a layer: 1, its gate and up: 1)
+  rms_norm           RMSNorms with a weight, wherever they stand (also those that a later pass takes up)
+  add_rms_norm       RMSNorms of a sum of two tensors of one shape, joined with that sum
+  silu_mul           products of a SiLU with another tensor of its shape
+  gelu_tanh_mul      the same for the tanh approximation of GELU
+  rope_kv_write      KV writes whose keys, and the queries of the attention that reads them, are rotated
+  fold_qk_norm       of those, the ones that norm each head of q and k before the rotation
+  remove_duplicates  nodes that another one computes already
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import fx
+
+from ostinato.errors import CompileError, ConfigError
+from ostinato.passes.base import Fuel, Pass, PassReport
+from ostinato.passes.config import PassesConfig
+from ostinato.passes.dump import Dump
+from ostinato.passes.fold_qk_norm import FoldQKNorm
+from ostinato.passes.fuse_add_rms_norm import FuseAddRMSNorm
+from ostinato.passes.fuse_gelu_tanh_mul import FuseGeluTanhMul
+from ostinato.passes.fuse_rms_norm import FuseRMSNorm
+from ostinato.passes.fuse_rope_kv_write import FuseRopeKVWrite
+from ostinato.passes.fuse_silu_mul import FuseSiluMul
+from ostinato.passes.merge_linears import MergeLinears
+from ostinato.passes.remove_duplicates import RemoveDuplicates
+from ostinato.passes.remove_noops import RemoveNoops
+
+log = logging.getLogger(__name__)
+
+
+def pipeline() -> list[Pass]:
+    """Fresh passes, in the order in which they run."""
+    return [
+        RemoveNoops(),  # first: every pattern is cleaned the same way
+        MergeLinears(),  # early: what follows sees the strided halves that it will get
+        FuseRMSNorm(),
+        FuseAddRMSNorm(),  # after rms_norm: one spelling of the norm
+        FuseSiluMul(),
+        FuseGeluTanhMul(),
+        FuseRopeKVWrite(),
+        RemoveNoops(),  # the transposes around the rotation meet their opposites
+        FoldQKNorm(),  # after rope_kv_write and rms_norm: joins the two ops
+        RemoveNoops(),  # transposes again, where the norm stood behind one
+        RemoveDuplicates(),  # last: a fusion wants its intermediate results for itself
+    ]
+
+
+def known_passes() -> tuple[str, ...]:
+    """Names that `passes.off` understands, in order."""
+    return tuple(dict.fromkeys(rewrite.name for rewrite in pipeline()))
+
+
+def run(
+    graph_module: fx.GraphModule,
+    config: PassesConfig,
+    expected: dict[str, int],
+    *,
+    on_pass: Callable[[PassReport], None] | None = None,
+) -> list[PassReport]:
+    """Rewrite `graph_module` in place; `on_pass` hears each report as it is made.
+
+    `expected` is the least number of matches by pass name. ConfigError for a name in `config.off` that no pass has.
+    CompileError when a pass matched less often than expected (unless it, or a pass it needs, is off, or the fuel is
+    limited), and when a rewrite does not prove to be right.
+    """
+    _check_names(config, expected)
+    fuel = Fuel(config.fuel)
+    dump = Dump(config.dump_dir) if config.dump_dir else None
+    off = _without_dependents(config.off)
+    reports = []
+    for place, rewrite in enumerate(pipeline()):
+        if rewrite.name in config.off:
+            continue
+        if dump is not None:
+            dump.before(place, rewrite.name, graph_module)
+        report = rewrite(graph_module, fuel=fuel)
+        if rewrite.name not in off:
+            report = report._replace(expected=expected.get(rewrite.name))
+        if dump is not None:
+            dump.after(place, rewrite.name, graph_module)
+        reports.append(report)
+        if on_pass is not None:
+            on_pass(report)
+    if config.fuel < 0:
+        _require_expected(reports)
+    return reports
+
+
+def format_table(reports: list[PassReport]) -> str:
+    """One line per pass: name, matched, expected, refused, checks of the arithmetic, ms; refusals spelled out below."""
+    rows = [("pass", "matched", "expected", "refused", "proofs", "ms")]
+    for r in reports:
+        wanted = "" if r.expected is None else str(r.expected)
+        refused = str(sum(r.refused.values()) or "")
+        rows.append(
+            (r.name, str(r.matched), wanted, refused, str(len(r.proofs) or ""), f"{r.seconds * 1e3:.0f}")
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in rows
+    ]
+    lines += [f"{r.name} refused {_reasons(r.refused)}" for r in reports if r.refused]
+    return "\n".join(lines)
+
+
+@functools.cache
+def pass_sources_hash() -> str:
+    """SHA-256 over the sources of this folder: part of the key of a compiled artifact."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _check_names(config: PassesConfig, expected: dict[str, int]) -> None:
+    known = known_passes()
+    for name in config.off:
+        if name not in known:
+            raise ConfigError(f"passes.off={name}: no such pass; known: {', '.join(known)}")
+    for name in expected:
+        if name not in known:
+            raise CompileError(f"matches are expected of {name}, which is no pass; known: {', '.join(known)}")
+
+
+def _without_dependents(off: tuple[str, ...]) -> set[str]:
+    """Passes of which nothing can be expected: those that are off, and those that need one of them."""
+    closed = set(off)
+    if RemoveNoops.name in closed:
+        closed.update(known_passes())
+    for rewrite in pipeline():  # what a pass needs runs before it
+        if closed.intersection(rewrite.needs):
+            closed.add(rewrite.name)
+    return closed
+
+
+def _require_expected(reports: list[PassReport]) -> None:
+    matched: Counter[str] = Counter()
+    refused: dict[str, Counter[str]] = {}
+    for report in reports:
+        matched[report.name] += report.matched
+        refused.setdefault(report.name, Counter()).update(report.refused)
+    short = {r.name: r.expected for r in reports if r.expected is not None and matched[r.name] < r.expected}
+    if short:
+        parts = [
+            f"{name} matched {matched[name]} of {count} expected places ({_reasons(refused[name]) or 'nothing looked like it'})"
+            for name, count in short.items()
+        ]
+        raise CompileError(
+            f"{'; '.join(parts)}. The model would run unfused there: report it, or compile with "
+            f"passes.off={','.join(short)}"
+        )
+
+
+def _reasons(refused: dict[str, int]) -> str:
+    return "; ".join(f"{count} x {reason}" for reason, count in refused.items())

@@ -1,0 +1,105 @@
+"""The example value of a node (`meta["val"]`, a fake tensor): read it, compare it, compute it for new nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+
+def tensor(node: fx.Node) -> Tensor:
+    """The fake tensor of a node that makes one tensor."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor), f"{node.name} makes no single tensor"
+    return value
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    """Equal for every size that the symbols can take."""
+    return a.dim() == b.dim() and all(
+        statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True)
+    )
+
+
+def same_layout(a: Any, b: Any) -> bool:
+    """Same type, shape and strides; tuples item by item."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        strides = zip(a.stride(), b.stride(), strict=False)
+        return (
+            a.dtype == b.dtype and same_shape(a, b) and all(statically_known_true(x == y) for x, y in strides)
+        )
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(same_layout(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b)
+
+
+def concrete_shape(value: Tensor, sizes: dict[Any, int], *, first: int = 5) -> tuple[int, ...]:
+    """Shape with numbers for symbols. A new symbol takes the next number from `first` on and is kept in `sizes`."""
+    shape = []
+    for size in value.shape:
+        if isinstance(size, torch.SymInt):
+            expression = size.node.expr
+            for symbol in sorted(expression.free_symbols, key=str):
+                sizes.setdefault(symbol, first + len(sizes))
+            shape.append(int(expression.subs(sizes)))
+        else:
+            shape.append(size)
+    return tuple(shape)
+
+
+def compute(node: fx.Node) -> Any:
+    """Set and return `meta["val"]` of a call node from the values of its arguments; no guard is added."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[no-untyped-call]
+    mode = detect_fake_mode((args, kwargs))
+    shape_env = mode.shape_env if mode is not None else None
+    with mode or nullcontext(), shape_env.suppress_guards() if shape_env is not None else nullcontext():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]  # a call_function node
+    return node.meta["val"]
+
+
+def refresh(nodes: Iterable[fx.Node]) -> None:
+    """Recompute the values of `nodes` and, where strides changed, of what follows.
+
+    A view that the new strides do not allow becomes a reshape.
+    """
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        before = node.meta["val"]
+        try:
+            after = compute(node)
+        except (RuntimeError, ValueError):
+            if node.target != aten.view.default:
+                raise
+            node.target = aten.reshape.default
+            after = compute(node)
+        if not same_layout(before, after):
+            pending.extend(node.users)
+
+
+def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
+    """New call at the graph's insertion point, with its value; it counts as coming from where `like` came from."""
+    node = graph.call_function(target, args)
+    copy_origin(like, node)
+    compute(node)
+    return node
+
+
+def copy_origin(source: fx.Node, node: fx.Node) -> None:
+    """Note the module and the source line of `source` as those of `node`."""
+    node.meta.update(
+        {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
+    )
