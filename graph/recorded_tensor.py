@@ -30,6 +30,9 @@ class RecordedTensor(Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents; there are none
+        return f"RecordedTensor({self.expr!r:.200})"
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
