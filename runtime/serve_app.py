@@ -1,0 +1,95 @@
+"""Listen, serve until told to stop, stop without breaking answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from aiohttp import web
+
+from ostinato.errors import ConfigError
+from ostinato.runtime.client_watch import WatchedConnection
+from ostinato.runtime.config import ServerConfig
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 1024  # connections that wait for accept; a load tester opens hundreds at once
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Bind `host:port` now, so that a port in use is known before a model is loaded. ConfigError says so."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"server.port={config.port}: in use on {config.host}; stop the other program or choose "
+                "another port (0: any free one)"
+            ) from None
+        raise ConfigError(
+            f"server.host={config.host} server.port={config.port}: cannot listen: {error.strerror or error}"
+        ) from None
+    return sock
+
+
+async def serve(
+    app: web.Application,
+    sock: socket.socket,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve on a socket of `listen` until SIGTERM, SIGINT or `stop`; drain (`server.drain_s`), return.
+
+    A second signal ends the drain at once.  `on_ready` gets the base URL when requests can be answered; what
+    `EngineClient.start` raises goes to the caller.
+    """
+    stop = stop or asyncio.Event()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def on_signal() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel()
+        stop.set()
+
+    handled = [number for number in (signal.SIGTERM, signal.SIGINT) if _try_handle(loop, number, on_signal)]
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)  # the app's own drain comes first
+    try:
+        await runner.setup()
+        make_protocol = runner.server
+        assert make_protocol is not None  # set up just now
+        server = await loop.create_server(
+            lambda: WatchedConnection(cast(asyncio.Protocol, make_protocol())), sock=sock, backlog=_BACKLOG
+        )
+        try:
+            host, port = sock.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            log.info("serving on %s", url)
+            if on_ready is not None:
+                on_ready(url)
+            await stop.wait()
+        finally:
+            server.close()
+    finally:
+        sock.close()
+        await runner.cleanup()
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+
+def _try_handle(loop: asyncio.AbstractEventLoop, number: signal.Signals, handler: Callable[[], None]) -> bool:
+    """Signals can be handled in the main thread only; elsewhere the caller has `stop`."""
+    with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+        loop.add_signal_handler(number, handler)
+        return True
+    return False

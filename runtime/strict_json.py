@@ -1,0 +1,82 @@
+"""A request body becomes a Python object, or a refusal that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+from ostinato.errors import InvalidRequest
+
+MAX_KEYS = 4096  # of one object; no request needs more, and each unknown one costs memory when it is refused
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """The JSON object in `body`.
+
+    Stricter than `json.loads`: refused are NaN and Infinity, numbers that overflow to infinity, a key that
+    comes twice in one object, bytes that are not UTF-8, half a surrogate pair in a string, nesting beyond the
+    interpreter's recursion limit (about 1000) and anything but an object on top.  The content type of the
+    request does not matter.
+    """
+    if not body.strip():
+        raise InvalidRequest("the request body is empty; send a JSON object")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the request body is not UTF-8: byte {error.start} is {error.reason}") from None
+    value = parse(text, "the request body")
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the request body must be a JSON object; got {_kind(value)}")
+    return value
+
+
+def parse(text: str, what: str, *, param: str | None = None) -> object:
+    """The JSON value in `text`, under the same rules; `what` and `param` name it in the refusal."""
+    try:
+        value: object = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite_float
+        )
+        if _SURROGATE_ESCAPE.search(text):  # a lone one is a str in Python and no text anywhere else
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except RecursionError:
+        raise InvalidRequest(f"{what} is nested too deeply", param=param) from None
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what} holds half a surrogate pair", param=param) from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise InvalidRequest(f"{what} is not valid JSON: {error.msg} at {where}", param=param) from None
+    except ValueError as error:  # our hooks, and integers of more than 4300 digits
+        raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param) from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys; at most {MAX_KEYS} are read")
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} comes twice")
+    return result
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return value
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list):
+        return "an array"
+    if isinstance(value, str):
+        return "a string"
+    return "null" if value is None else "a number or a boolean"
