@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, Self
 
 import torch
@@ -23,11 +23,20 @@ from ostinato.runtime.inbox import Inbox
 from ostinato.runtime.kv_pool import KVPool, plan_capacity
 from ostinato.runtime.kv_sizer import KVSizer
 from ostinato.runtime.memory_limits import MemoryLimits
-from ostinato.runtime.messages import Abort, EngineInfo, EngineStats, GenerateRequest, Refused, TokenEvent
+from ostinato.runtime.messages import (
+    Abort,
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    Refused,
+    TokenEvent,
+    TokenLogprob,
+)
 from ostinato.runtime.plan import Outcome, Plan
 from ostinato.runtime.request_check import check_request
 from ostinato.runtime.runner import Model, Runner
 from ostinato.runtime.scheduler import Scheduler
+from ostinato.runtime.step_sampler import StepSampler
 from ostinato.runtime.vmm_host import HostVmm
 from ostinato.runtime.vmm_plain import usable_driver
 
@@ -35,6 +44,7 @@ log = logging.getLogger(__name__)
 
 STATS_S = 0.1  # least time between two snapshots while busy
 REST_S = 0.05  # an engine that idles this long checks its books
+_NO_LOGPROBS: Mapping[str, TokenLogprob] = {}
 WAIT_FOR_MEMORY_S = 0.01  # nap when no request can run until KV memory has grown
 
 
@@ -59,7 +69,7 @@ class Engine:
         inbox: Inbox | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Commit the initial KV memory. Raises ConfigError: it does not fit, or settings and model disagree."""
+        """Commit the initial KV memory. Raises ConfigError: no room, or settings and model disagree."""
         facts = model.facts
         self.inbox = inbox or Inbox()
         self._config = config
@@ -79,6 +89,7 @@ class Engine:
         )
         self._scheduler = Scheduler(self._blocks, config.scheduler, window, frozenset(facts.eos_token_ids))
         self._runner = Runner(model, self._memory.planes(), block_tokens=config.kv.block_tokens)
+        self._sampler = StepSampler(facts.vocab_size, frozenset(facts.eos_token_ids))
         self._stats_at = clock()
 
     def __enter__(self) -> Self:
@@ -143,6 +154,10 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError or VmmError when blocks, queues and memory do not balance."""
         self._scheduler.check()
+        live = self._scheduler.num_running + self._scheduler.num_waiting
+        assert self._sampler.num_requests == live, (
+            f"{self._sampler.num_requests} sampled requests, {live} live"
+        )
         self._sizer.check()
 
     def _admit(self, mail: Sequence[GenerateRequest | Abort]) -> tuple[list[Message], list[TokenEvent]]:
@@ -153,49 +168,47 @@ class Engine:
             if isinstance(message, Abort):
                 for name in message.request_ids:
                     if self._scheduler.abort(name):
+                        self._sampler.close(name)
                         events.append(TokenEvent(request_id=name, finish_reason="abort"))
                 continue
             try:
                 check_request(message, self.info)
                 self._scheduler.add(message)
+                self._sampler.open(message, self._scheduler.tokens(message.request_id))
             except RequestError as error:
                 refusals.append(_refusal(message.request_id, error))
         return refusals, events
 
     def _run(self, plan: Plan) -> list[TokenEvent]:
         """Run a plan, sample and settle it. A step that raises ends its own requests only."""
-        sampled: dict[str, int] = {}
-        failed: dict[str, str] = {}
         try:
-            logits = self._runner.run(plan)
-            row = 0
-            for entry in plan.entries:
-                row += entry.num_logit_rows
-                if entry.samples:
-                    if not bool(logits[row - 1].isfinite().all()):
-                        failed[entry.request_id] = "NaN"
-                    else:
-                        sampled[entry.request_id] = int(logits[row - 1].argmax())
+            batch = self._sampler.sample(plan, self._runner.run(plan))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
             log.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.entries))
-            failed = {
-                entry.request_id: f"step failed: {type(error).__name__}: {error}" for entry in plan.entries
-            }
-            outcomes = self._scheduler.complete(plan, {}, failed)
+            reason = f"the step failed: {type(error).__name__}: {error}"
+            failed = {entry.request_id: reason for entry in plan.entries}
+            events = [self._event(outcome) for outcome in self._scheduler.complete(plan, {}, failed)]
             self.check()  # books that do not balance are fatal: this raises out of `serve`
-        else:
-            outcomes = self._scheduler.complete(plan, sampled, failed)
-        return [self._event(outcome) for outcome in outcomes]
+            return events
+        outcomes = self._scheduler.complete(plan, batch.tokens, batch.errors)
+        return [self._event(outcome, batch.logprobs) for outcome in outcomes]
 
-    def _event(self, outcome: Outcome) -> TokenEvent:
-        return TokenEvent(
-            request_id=outcome.request_id,
+    def _event(self, outcome: Outcome, logprobs: Mapping[str, TokenLogprob] = _NO_LOGPROBS) -> TokenEvent:
+        name, is_first = outcome.request_id, outcome.index == 0
+        has_token = outcome.token_id is not None
+        event = TokenEvent(
+            request_id=name,
             token_ids=() if outcome.token_id is None else (outcome.token_id,),
+            logprobs=(logprobs[name],) if has_token and name in logprobs else (),
+            prompt_logprobs=self._sampler.prompt_logprobs(name) if is_first and has_token else None,
             finish_reason=outcome.finish_reason,
             stop_token_id=outcome.stop_token_id,
-            cached_tokens=outcome.cached_tokens if outcome.index == 0 else 0,
+            cached_tokens=outcome.cached_tokens if is_first else 0,
             error=outcome.error,
         )
+        if outcome.finish_reason is not None:
+            self._sampler.close(name)
+        return event
 
     def _rest(self, outlet: Outlet) -> None:
         """Say so, check the books, give memory back after a while, sleep until there is mail."""
@@ -249,9 +262,9 @@ def _window(facts: ModelFacts, config: EngineConfig, kv_tokens: int) -> int:
     window = asked or facts.max_model_len
     if window > kv_tokens:
         log.warning(
-            "context window cut from %d to %d tokens, what KV memory can hold; raise kv.max_gib",
-            window,
+            "context window: %d tokens instead of %d, for KV memory holds no more; raise kv.max_gib",
             kv_tokens,
+            window,
         )
     return min(window, kv_tokens)
 

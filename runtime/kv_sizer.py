@@ -35,7 +35,7 @@ class KVSizer:
         return self._blocks.committed < self._blocks.capacity and self._clock() >= self._retry_at
 
     def grow(self, wanted: int) -> None:
-        """Add up to `wanted` blocks, at most one `grow_step` of the memory. After a refusal: not for RETRY_S."""
+        """Add up to `wanted` blocks, at most one `grow_step` of the memory. A refusal holds for RETRY_S."""
         if wanted <= 0 or not self.may_grow:
             return
         goal = min(self._blocks.committed + min(wanted, self._memory.grow_step), self._blocks.capacity)

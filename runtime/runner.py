@@ -40,12 +40,24 @@ class StepShape(NamedTuple):
     logit_rows: int
 
 
+class KVPlane(Tensor):
+    """A KV plane that can be printed: a plain tensor's `repr` reads blocks that have no memory, and dies.
+
+    Tracebacks, debuggers and error reporters print arguments. Nothing else differs; results are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"KVPlane({list(self.shape)}, {self.dtype}, {self.device})"
+
+
 class Runner:
     """Owns the input buffers. One thread uses it; a step's inputs are valid until the next `run`."""
 
     def __init__(self, model: Model, planes: Sequence[Tensor], *, block_tokens: int) -> None:
         self._model = model
-        self._planes = tuple(planes)
+        self._planes = tuple(plane.as_subclass(KVPlane) for plane in planes)
         self._block_tokens = block_tokens
         self._tables = _BlockTables()
         self._buffers = {name: _Buffer(dtype) for name, dtype in _DTYPES.items()}

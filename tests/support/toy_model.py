@@ -56,7 +56,7 @@ class ToyModel:
         sizes = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE}
         self._layers = [
             {name: torch.randn(size, WIDTH, generator=draw) / WIDTH**0.5 for name, size in sizes.items()}
-            | {"o": torch.randn(WIDTH, HEADS * SIZE, generator=draw)}
+            | {"o": torch.randn(WIDTH, HEADS * SIZE, generator=draw) / WIDTH**0.5}
             for _ in range(LAYERS)
         ]
 
