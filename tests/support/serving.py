@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI
 
 from ostinato.runtime.config import ServerConfig
 from ostinato.runtime.serve_app import listen, serve
@@ -29,7 +28,6 @@ class Served:
     state: ServerState
     url: str
     http: aiohttp.ClientSession
-    openai: AsyncOpenAI
     stop: asyncio.Event
     task: asyncio.Task[None]
 
@@ -74,11 +72,9 @@ async def serving(
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
     url = ready.result()
     async with aiohttp.ClientSession() as http:
-        client = AsyncOpenAI(api_key=config.api_key or "none", base_url=f"{url}/v1", max_retries=0)
         try:
-            yield Served(engine, app[STATE], url, http, client, stop, task)
+            yield Served(engine, app[STATE], url, http, stop, task)
         finally:
-            await client.close()
             if engine.gate is not None:
                 engine.gate.set()
             stop.set()
