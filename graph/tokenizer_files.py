@@ -60,10 +60,8 @@ def write_from_folder(folder: Path, dest: Path, config: dict[str, Any]) -> None:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         for key in ("bos_token", "eos_token", "pad_token"):
             stated = config.get(f"{key}_id")
-            token = (
-                tokenizer.id_to_token(stated[0] if isinstance(stated, list) else stated) if stated else None
-            )
-            if token is not None:
+            index = next(iter(stated), None) if isinstance(stated, list) else stated
+            if index is not None and (token := tokenizer.id_to_token(index)) is not None:
                 settings[key] = token
         _write_json(dest / "tokenizer_config.json", settings)
     if (template := _default_template(settings)) and not (dest / "chat_template.jinja").exists():
