@@ -47,6 +47,7 @@ class LogitAdjuster:
         self._ids = np.empty(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)  # in the answer
         self._seen = 0  # tokens counted so far
+        self._vocab_size = vocab_size
 
     def is_idle(self, position: int) -> bool:
         """Logits of generated token `position` stay as they are."""
@@ -88,6 +89,8 @@ class LogitAdjuster:
     def _count(self, num_tokens: int) -> None:
         for at in range(self._seen, num_tokens):
             token = self.tokens[at]
+            if token >= self._vocab_size:
+                continue  # a prompt token that has an embedding but no logit
             slot = self._slot_of.setdefault(token, len(self._slot_of))
             if slot == len(self._ids):
                 self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
