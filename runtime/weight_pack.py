@@ -148,7 +148,7 @@ def load_packed(path: Path, *, copy: bool = False) -> dict[str, Tensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         if copy:
-            memory = mmap.mmap(-1, size)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             _read_into(file.fileno(), memory, size, path)

@@ -12,7 +12,7 @@ from ostinato.errors import ModelError
 from ostinato.graph.source import open_source
 from ostinato.graph.tokenizer_files import byte_alphabet
 from tests.support.gguf_files import write_gguf
-from tests.support.tiny_models import CHAT_TEMPLATE, EOS_ID, edit_json, make_tiny
+from tests.support.tiny_models import CHAT_TEMPLATE, EOS_ID, edit_json, make_tiny, tiny_tokenizer
 
 TEXTS = [
     "",
@@ -112,17 +112,30 @@ def test_a_missing_tokenizer_config_is_made_from_the_model_config(
     assert (made.eos_token_id, made.bos_token, made.pad_token_id) == (EOS_ID, "<|bos|>", 0)
 
 
-@pytest.mark.parametrize("add_bos", [False, True])
-def test_a_gguf_tokenizer_equals_the_one_transformers_makes(tmp_path: Path, add_bos: bool):
-    path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.ggml.add_bos_token": add_bos})
+def test_a_gguf_tokenizer_equals_the_one_that_was_written_and_transformers_own(tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf")
     open_source(path).write_tokenizer(tmp_path / "out")
-    assert_same_tokenizer(tmp_path / "out", AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf"))
+    assert_same_tokenizer(tmp_path / "out", tiny_tokenizer())
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    converted = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    for text in TEXTS:
+        assert loaded(text)["input_ids"] == converted(text)["input_ids"], text
     assert (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id) == (EOS_ID, 1, 0)
     chat = [{"role": "user", "content": "hello 🎉"}]
     rendered = "<|im_start|>user\nhello 🎉<|im_end|>\n<|im_start|>assistant\n"
     assert loaded.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == rendered
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [EOS_ID]
+
+
+def test_a_gguf_tokenizer_that_adds_bos_adds_it_once(tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.ggml.add_bos_token": True})
+    open_source(path).write_tokenizer(tmp_path / "out")
+    ours = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        expected = tiny_tokenizer()(text)["input_ids"]
+        assert ours.encode(text).ids == loaded(text)["input_ids"] == [1, *expected]
+        assert ours.encode(text, add_special_tokens=False).ids == expected
 
 
 def test_a_gguf_tokenizer_with_another_split_is_left_to_transformers(tmp_path: Path):
