@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ def pack(
     when it is complete and on the disk. Raises CompileError when the disk is full; nothing is left behind
     then.
     """
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
             _write_all(file, exprs, read, progress, dtype)
