@@ -43,12 +43,12 @@ class StepShape(NamedTuple):
 class KVPlane(Tensor):
     """A KV plane that can be printed: a plain tensor's `repr` reads blocks that have no memory, and dies.
 
-    Tracebacks, debuggers and error reporters print arguments. Nothing else differs; results are plain tensors.
+    Tracebacks, debuggers and error reporters print arguments.  Results of operations are plain tensors.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # stub differs
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # base is untyped
         return f"KVPlane({list(self.shape)}, {self.dtype}, {self.device})"
 
 

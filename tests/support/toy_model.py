@@ -6,6 +6,7 @@ make a row NaN and the whole step raise.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ostinato.errors import ArtifactError
 from ostinato.graph.facts import AttentionFact, KVLayer, ModelFacts
 from ostinato.ops import kv_write, paged_attention
 from ostinato.ops.step_inputs import StepInputs
@@ -109,8 +111,15 @@ class ToyModel:
 
 
 def load_toy(path: Path, config: EngineConfig) -> ToyModel:
-    """Stands in for `load_artifact`; `slow` in the folder's name makes every step take 20 ms."""
-    return ToyModel(path, step_s=0.02 if "slow" in path.name else 0.0)
+    """Stands in for `load_artifact`; the folder's name says what goes wrong, if anything."""
+    match path.name:
+        case "damaged":
+            raise ArtifactError("damaged: a flipped byte")
+        case "raises":
+            raise ZeroDivisionError("not one of ours")
+        case "exits":
+            os._exit(7)
+    return ToyModel(path, step_s=0.02 if path.name == "slow" else 0.0)
 
 
 def _norm(x: Tensor) -> Tensor:
