@@ -78,13 +78,18 @@ class Pass(abc.ABC):
     def __call__(
         self, graph_module: fx.GraphModule, *, fuel: Fuel | None = None, proves: bool = True
     ) -> PassReport:
-        """Rewrite `graph_module`. Raises CompileError when a rewrite does not prove to be right (see proof.py)."""
+        """Rewrite `graph_module` so that it can be run again at once."""
+        report = self.run(graph_module.graph, fuel=fuel or Fuel(), proves=proves)
+        graph_module.recompile()
+        return report
+
+    def run(self, graph: fx.Graph, *, fuel: Fuel, proves: bool = True) -> PassReport:
+        """Rewrite `graph`. Raises CompileError when a rewrite does not prove to be right (see proof.py)."""
         start = time.perf_counter()
-        tally = Tally(fuel or Fuel(), proves=proves)
-        self.rewrite(graph_module.graph, tally)
+        tally = Tally(fuel, proves=proves)
+        self.rewrite(graph, tally)
         if tally.matched:
-            graph_module.graph.lint()
-            graph_module.recompile()
+            graph.lint()
         seconds = time.perf_counter() - start
         return PassReport(self.name, tally.matched, dict(tally.refused), seconds, tuple(tally.proofs))
 

@@ -6,7 +6,7 @@ A norm over all heads together (olmo2) stays an op of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,19 +42,19 @@ class FoldQKNorm(FusionPass):
             return "the norm spans all heads, not each one"
         if q.args[4] != k.args[4]:
             return "the norms of q and k round in different places"
-        return _spellings(anchor, q, k)
+        return [_spelling(anchor, q, k)]
 
 
-def _spellings(anchor: fx.Node, q: fx.Node, k: fx.Node) -> Iterator[Spelling]:
+def _spelling(anchor: fx.Node, q: fx.Node, k: fx.Node) -> Spelling:
     examples: dict[str, Example] = {
         name: example(node)  # type: ignore[arg-type]  # nodes
         for name, node in zip(NAMES, anchor.args, strict=False)
     }
     examples |= {"q": example(q), "k": example(k), "eps": EPS, "offset": OFFSET}
     examples |= {"q_weight": example(q.args[1]), "k_weight": example(k.args[1])}  # type: ignore[arg-type]  # nodes
-    for heads_dim in (2, 1):
-        pattern, replacement = functions(heads_dim, bool(q.args[4]), bool(anchor.args[13]))
-        yield Spelling(pattern, replacement, examples, proof_inputs=proof_inputs("halves"))
+    stands_first = anchor.args[0].args[0].target == aten.transpose.int  # type: ignore[union-attr]  # select's node
+    pattern, replacement = functions(1 if stands_first else 2, bool(q.args[4]), bool(anchor.args[13]))
+    return Spelling(pattern, replacement, examples, proof_inputs=proof_inputs("halves"))
 
 
 def _norm_above(node: fx.Node) -> fx.Node | None:

@@ -22,11 +22,10 @@ from ostinato.passes.matcher import Found, Miss, find
 from ostinato.passes.proof import Proof, extract, in_float64, prove
 from ostinato.passes.trace import Example, trace
 from ostinato.passes.values import (
-    compute,
+    Values,
     concrete_shape,
     copy_origin,
     is_tensor,
-    refresh,
     same_layout,
     same_shape,
     tensor,
@@ -79,7 +78,7 @@ class FusionPass(Pass):
         return None
 
     def rewrite(self, graph: fx.Graph, tally: Tally) -> None:
-        aliases = Aliases(graph)
+        aliases, values = Aliases(graph), Values()
         proven: set[Any] = set()
         gone: set[fx.Node] = set()
         for anchor in [node for node in graph.nodes if node.target in self.anchors]:
@@ -87,7 +86,7 @@ class FusionPass(Pass):
                 continue
             match = self._match(anchor, aliases)
             if isinstance(match, Match):
-                match = self._replace(graph, match, tally, proven, gone)
+                match = self._replace(graph, match, tally, values, proven, gone)
             if isinstance(match, str):
                 tally.refuse(match)
 
@@ -115,13 +114,19 @@ class FusionPass(Pass):
         return best.reason
 
     def _replace(
-        self, graph: fx.Graph, match: Match, tally: Tally, proven: set[Any], gone: set[fx.Node]
+        self,
+        graph: fx.Graph,
+        match: Match,
+        tally: Tally,
+        values: Values,
+        proven: set[Any],
+        gone: set[fx.Node],
     ) -> str | None:
         point = next((node for node in match.nodes if is_impure(node)), min(match.outputs))
         reason = _order(match, point)
         if reason:
             return reason
-        fresh, outputs = self._insert(graph, match, point)
+        fresh, outputs = self._insert(graph, match, point, values)
         reason = next(filter(None, map(_type_differs, match.outputs, outputs)), None)
         if reason or not tally.accept():
             for node in reversed(fresh):
@@ -138,11 +143,11 @@ class FusionPass(Pass):
             if not node.users:
                 graph.erase_node(node)
                 gone.add(node)
-        refresh(node for node in changed if node not in gone)
+        values.refresh(node for node in changed if node not in gone)
         return None
 
     def _insert(
-        self, graph: fx.Graph, match: Match, point: fx.Node
+        self, graph: fx.Graph, match: Match, point: fx.Node, values: Values
     ) -> tuple[list[fx.Node], tuple[fx.Node, ...]]:
         """Copy the replacement in front of `point`, with the captured constants; return its nodes and outputs."""
         traced = trace(match.spelling.replacement, match.spelling.examples, key=match.spelling.replacement)
@@ -155,7 +160,7 @@ class FusionPass(Pass):
                 copy.args = tuple(numbers.get(a, a) if isinstance(a, float) else a for a in copy.args)
                 copy.meta = {}
                 copy_origin(match.anchor, copy)
-                compute(copy)
+                values.compute(copy)
                 fresh.append(copy)
         return fresh, tuple(copies[node] for node in traced.outputs)
 
@@ -180,17 +185,17 @@ class FusionPass(Pass):
             return
         proven.add(key)
         seed = torch.Generator().manual_seed(len(proven))
-        values = []
+        samples = []
         for node, name in inputs.items():
-            value = torch.randn(shapes[name], generator=seed).to(tensor(node).dtype)
-            values.append(match.spelling.proof_inputs.get(name, _unchanged)(value))
+            sample = torch.randn(shapes[name], generator=seed).to(tensor(node).dtype)
+            samples.append(match.spelling.proof_inputs.get(name, _unchanged)(sample))
         plain = extract(match.nodes, list(inputs), match.outputs)
         fused = extract(fresh, list(inputs), outputs)
         parts = [f"{name} {list(shape)}" for name, shape in shapes.items()]
         parts += [f"{name}={value:g}" for name, value in match.constants.items()]
         kind = str(types[0]).removeprefix("torch.")
         truth = None if self.numerics == "exact" else in_float64(plain)
-        proof = prove(plain, fused, values, truth=truth, description=f"{kind}: {', '.join(parts)}")
+        proof = prove(plain, fused, samples, truth=truth, description=f"{kind}: {', '.join(parts)}")
         tally.proofs.append(proof)
         require(self.name, match.anchor, proof)
 

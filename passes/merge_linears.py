@@ -17,7 +17,7 @@ from ostinato.ops.weight_expr import concat
 from ostinato.passes.base import Pass, Tally
 from ostinato.passes.fusion import require
 from ostinato.passes.proof import prove
-from ostinato.passes.values import add_call, concrete_shape, copy_origin, refresh, tensor
+from ostinato.passes.values import Values, concrete_shape, copy_origin, tensor
 
 aten = torch.ops.aten
 
@@ -32,6 +32,7 @@ class MergeLinears(Pass):
 
     def rewrite(self, graph: fx.Graph, tally: Tally) -> None:
         proven: set[Any] = set()
+        values = Values()
         for group in _groups(graph):
             reason = _refusal(group)
             if reason:
@@ -39,7 +40,7 @@ class MergeLinears(Pass):
             elif tally.accept():
                 if tally.proves:
                     self._prove(group, tally, proven)
-                _merge(graph, group)
+                _merge(graph, group, values)
 
     def _prove(self, group: list[fx.Node], tally: Tally, proven: set[Any]) -> None:
         shape = concrete_shape(tensor(_input(group[0])), {})
@@ -90,19 +91,19 @@ def _refusal(group: list[fx.Node]) -> str | None:
     return None
 
 
-def _merge(graph: fx.Graph, group: list[fx.Node]) -> None:
+def _merge(graph: fx.Graph, group: list[fx.Node], values: Values) -> None:
     first = group[0]
     args = [_input(first), _stack(graph, [_weight(node) for node in group])]
     if _bias(first) is not None:
         args.append(_stack(graph, [bias for node in group if (bias := _bias(node)) is not None]))
     with graph.inserting_before(first):
-        wide = add_call(graph, aten.linear.default, tuple(args), like=first)
+        wide = values.add_call(graph, aten.linear.default, tuple(args), like=first)
     start, old_inputs = 0, []
     for node in group:
         size = int(tensor(_weight(node)).shape[0])
         dim = tensor(node).dim() - 1
         with graph.inserting_before(first):
-            part = add_call(graph, aten.slice.Tensor, (wide, dim, start, start + size), like=node)
+            part = values.add_call(graph, aten.slice.Tensor, (wide, dim, start, start + size), like=node)
         start += size
         node.replace_all_uses_with(part)
         old_inputs += node.all_input_nodes[1:]
@@ -110,8 +111,7 @@ def _merge(graph: fx.Graph, group: list[fx.Node]) -> None:
         graph.erase_node(node)
     for node in old_inputs:
         graph.erase_node(node)
-    refresh(wide.users)
-    refresh(user for part in wide.users for user in part.users)
+    values.refresh(user for part in wide.users for user in part.users)
 
 
 def _stack(graph: fx.Graph, parts: list[fx.Node]) -> fx.Node:
@@ -121,8 +121,7 @@ def _stack(graph: fx.Graph, parts: list[fx.Node]) -> fx.Node:
     copy_origin(parts[0], stacked)
     stacked.meta.update({key: value for key, value in parts[0].meta.items() if key == "role"})
     stacked.meta["weight"] = concat([part.meta["weight"] for part in parts])
-    mode = tensor(parts[0]).fake_mode  # type: ignore[attr-defined]  # values are fake tensors
-    with mode:
+    with tensor(parts[0]).fake_mode:  # type: ignore[attr-defined]  # values are fake tensors
         stacked.meta["val"] = torch.cat([tensor(part) for part in parts])
     return stacked
 

@@ -85,7 +85,7 @@ def run(
             continue
         if dump is not None:
             dump.before(place, rewrite.name, graph_module)
-        report = rewrite(graph_module, fuel=fuel)
+        report = rewrite.run(graph_module.graph, fuel=fuel)
         if rewrite.name not in off:
             report = report._replace(expected=expected.get(rewrite.name))
         if dump is not None:
@@ -93,6 +93,7 @@ def run(
         reports.append(report)
         if on_pass is not None:
             on_pass(report)
+    graph_module.recompile()
     if config.fuel < 0:
         _require_expected(reports)
     return reports
