@@ -237,7 +237,6 @@ class KVPool:
             for buffer, _ in self._buffers:
                 buffer.defragment()
         except VmmError:
-            self._is_released = True
             self._release_again()
             raise
 

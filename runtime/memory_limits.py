@@ -128,7 +128,7 @@ def _allowed(group: _Group) -> tuple[int, int]:
     cache = next(
         (int(line.split()[1]) for line in stat.splitlines() if line.split()[0] == group.cache_key), 0
     )
-    return limit, max(0, limit - used + min(cache, used))
+    return limit, max(0, limit - used + cache)
 
 
 def _number(file: Path) -> int:

@@ -291,6 +291,35 @@ def test_a_failed_unmap_puts_back_what_was_unmapped_with_its_bytes():
     assert holds(buffer, content, 14)
 
 
+def test_what_cannot_be_put_back_is_lost_but_the_books_say_so():
+    driver = FaultyDriver(ModelVmm(4))
+    buffer, content = scene(
+        driver
+    )  # segment 0: granules 0, 1-2, 3; all but the map that follows a failure succeed
+    driver.arm(4, 5)
+    with pytest.raises(VmmError, match="unmap: made to fail"):
+        buffer.shrink(0)
+    assert driver.calls[-7:].count("map") == 1  # behind a lost extent nothing can follow
+    assert buffer.committed_bytes < 14
+    assert holds(buffer, content, buffer.committed_bytes)
+    assert buffer.physical_bytes == driver.inner.physical_bytes
+    buffer.check()
+    buffer.grow(22)
+    buffer.check()
+    assert holds(buffer, content, 4)
+
+
+def test_the_device_is_quiet_before_anything_is_unmapped():
+    driver = FaultyDriver(ModelVmm(4))
+    buffer, _ = scene(driver)
+    for operation in (lambda: buffer.shrink(2), buffer.release_physical, buffer.close):
+        driver.calls.clear()
+        operation()
+        assert driver.calls[:2] == ["quiesce", "unmap"]
+        if buffer.is_released:
+            buffer.recommit()
+
+
 def test_a_full_device_is_an_out_of_memory_error_and_nothing_is_kept():
     driver = ModelVmm(4, limit=40)
     buffer = ElasticBuffer(driver, 2, 100, extent_bytes=4)

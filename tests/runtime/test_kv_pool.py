@@ -208,6 +208,24 @@ def test_failure_of_any_driver_call_leaves_all_layers_equal_and_a_retry_works(na
         assert (model.created, model.physical_bytes, model.reservations) == (model.released, 0, {})
 
 
+def test_recommit_after_a_release_that_missed_a_layer_zeroes_that_layer_too():
+    driver, pool = faulty_pool()
+    driver.arm(2)  # the first layer's first unmap
+    with pytest.raises(VmmError, match="unmap: made to fail"):
+        pool.release_physical()
+    assert pool.recommit() == 15
+    pool.check()
+    assert all(int(plane[:15].count_nonzero()) == 0 for plane in pool.planes())
+
+
+def test_after_a_failed_defragment_the_pool_is_released():
+    driver, pool = faulty_pool()
+    driver.arm(2)
+    with pytest.raises(VmmError, match="made to fail"):
+        pool.defragment()
+    assert (pool.is_released, pool.committed_blocks, pool.physical_bytes) == (True, 0, 0)
+
+
 def test_lack_of_memory_in_any_layer_is_rolled_back_and_not_raised():
     for k in range(1, 13):
         driver, pool = faulty_pool()

@@ -1,5 +1,7 @@
 """The host driver: what it promises to `ElasticBuffer`, with real memory."""
 
+import ctypes
+import errno
 import gc
 import os
 import re
@@ -14,6 +16,7 @@ import weakref
 import pytest
 import torch
 
+from ostinato.runtime import vmm_host
 from ostinato.runtime.vmm import VmmError, VmmOutOfMemory
 from ostinato.runtime.vmm_host import HostVmm
 
@@ -123,8 +126,16 @@ def test_a_second_chunk_made_for_the_same_address_has_its_own_bytes(driver, base
     driver.set_access(base + G, G)
     driver.tensor(base, G, None).fill_(1)
     assert int(driver.tensor(base + G, G, None).max()) == 0
+    third = driver.create(2 * G, at=base + 2 * G)
+    fourth = put(driver, base + 3 * G, G)  # in the file its place is inside the third
+    driver.tensor(base + 3 * G, G, None).fill_(2)
+    driver.map(base + 4 * G, 2 * G, third)
+    driver.set_access(base + 4 * G, 2 * G)
+    assert int(driver.tensor(base + 4 * G, 2 * G, None).max()) == 0
     take(driver, base, G, first)
     take(driver, base + G, G, second)
+    take(driver, base + 3 * G, G, fourth)
+    take(driver, base + 4 * G, 2 * G, third)
 
 
 def test_touching_memory_that_is_not_committed_ends_the_process():
@@ -160,11 +171,49 @@ def test_no_memory_left_is_an_error_when_it_is_asked_for_and_changes_nothing(dri
         resource.RLIMIT_FSIZE, (MIB, hard)
     )  # the memfd cannot become larger: stands for a full machine
     try:
-        with pytest.raises(VmmOutOfMemory, match=r"fallocate of 2097152 bytes failed"):
+        with pytest.raises(VmmOutOfMemory, match=r"fallocate of 1048576 bytes failed"):
             driver.create(2 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert driver.live_handles == 0
+
+
+class InterruptedLibc:
+    """libc whose every second fallocate is interrupted by a signal."""
+
+    def __init__(self, libc):
+        self.libc, self.calls = libc, 0
+
+    def __getattr__(self, name):
+        return getattr(self.libc, name)
+
+    def fallocate(self, *arguments):
+        self.calls += 1
+        if self.calls % 2:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        return self.libc.fallocate(*arguments)
+
+
+def test_a_signal_during_allocation_is_no_error(driver, monkeypatch):
+    libc = InterruptedLibc(vmm_host._LIBC)
+    monkeypatch.setattr(vmm_host, "_LIBC", libc)
+    driver.release(driver.create(4 * MIB))
+    assert libc.calls == 10  # four pieces and a hole, each tried twice
+
+
+def test_a_part_that_was_allocated_before_an_error_is_given_back(driver):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    base = driver.reserve(16 * MIB)
+    held = os.fstat(driver._fd).st_blocks
+    resource.setrlimit(resource.RLIMIT_FSIZE, (base + 3 * MIB, hard))
+    try:
+        with pytest.raises(VmmOutOfMemory):
+            driver.create(8 * MIB, at=base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.fstat(driver._fd).st_blocks == held
+    driver.free_reserved(base, 16 * MIB)
 
 
 def test_no_addresses_left_is_an_error_that_names_the_limits(driver):

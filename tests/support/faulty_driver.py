@@ -130,17 +130,18 @@ class FaultyDriver:
         self.inner = inner
         self.counts: Counter[str] = Counter()
         self.error: type[VmmError] = VmmError
-        self._fail_in: int | None = None
+        self.calls: list[str] = []  # names of all calls, failed ones too
+        self._fails: tuple[int, ...] = ()  # indices into `calls`
         self._keeps_failing = False
-        self.has_failed = False
 
-    def arm(self, k: int, *, keeps_failing: bool = False, error: type[VmmError] = VmmError) -> None:
-        """Fail the k-th call from now on (1 is the next), or that one and all behind it."""
-        self._fail_in, self._keeps_failing, self.error, self.has_failed = k, keeps_failing, error, False
+    def arm(self, *ks: int, keeps_failing: bool = False, error: type[VmmError] = VmmError) -> None:
+        """Fail the k-th call from now on (1 is the next) for each k, or the first one and all behind it."""
+        self._fails = tuple(len(self.calls) + k - 1 for k in ks)
+        self._keeps_failing, self.error = keeps_failing, error
 
     def heal(self) -> None:
         """Fail no more."""
-        self._fail_in = None
+        self._fails = ()
 
     def __getattr__(self, name: str) -> Any:  # Any: it stands in for every member of the protocol
         member = getattr(self.inner, name)
@@ -148,11 +149,10 @@ class FaultyDriver:
             return member
 
         def call(*args: object, **named: object) -> object:
-            if self._fail_in is not None:
-                self._fail_in -= 1
-                if self._fail_in == 0 or (self._keeps_failing and self._fail_in < 0):
-                    self.has_failed = True
-                    raise self.error(f"{name}: made to fail")
+            at = len(self.calls)
+            self.calls.append(name)
+            if at in self._fails or (self._keeps_failing and self._fails and at > self._fails[0]):
+                raise self.error(f"{name}: made to fail")
             result = member(*args, **named)
             self.counts[name] += 1
             return result
