@@ -196,7 +196,12 @@ class Scheduler:
         assert len(running) <= self.config.max_running, "more sequences run than there are slots"
         assert len(waiting) == len(self._slots.waiting), "a request waits twice"
         assert len(running) == len(self._slots.running), "a request has two slots"
+        size = self.pool.block_tokens
         for sequence in {*self._live.values(), *flying, *waiting, *running}:
+            done, given = sequence.computed, len(sequence.block_ids) * size
+            assert sequence.published * size <= done <= sequence.scheduled <= given, (
+                "progress is out of order"
+            )
             is_live = self._live.get(sequence.request_id) is sequence
             assert is_live == (sequence.phase is not Phase.ENDED), "an ended request is live"
             assert (sequence.phase is Phase.WAITING) == (sequence in waiting), "a request is in a wrong queue"

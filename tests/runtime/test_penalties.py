@@ -160,6 +160,10 @@ def test_released_requests_leave_no_state_and_a_reused_id_starts_anew():
     first = generate(sampler, "r", logits, 4, temperature=0, presence_penalty=2.0)
     assert generate(sampler, "r", logits, 4, temperature=0, presence_penalty=2.0) == first
     assert sampler.num_requests == 1
+    params = SamplingParams(temperature=0, presence_penalty=2.0)
+    for tokens in ([0, 1], [0, 0]):  # one params object for both
+        row = SampleRow("r", params, 0, 1, tokens, 1)
+        assert sampler.sample(logits[None], [row]).tokens == {"r": 0 if tokens[1] else 1}
     sampler.release("r")
     sampler.release("r")
     assert sampler.num_requests == 0

@@ -326,6 +326,37 @@ def test_with_overlap_a_token_after_the_end_is_dropped_and_blocks_wait_for_its_s
     assert device.pool.num_held == 0
 
 
+def test_with_overlap_an_abort_gives_the_blocks_back_after_the_last_step_in_flight():
+    device = FakeDevice(max_in_flight=2)
+    device.add("a", 8, max_tokens=9)
+    device.launch()
+    device.launch()
+    assert device.abort("a")
+    device.settle()
+    assert device.pool.num_held == 1
+    device.settle()
+    assert (device.pool.num_held, device.scheduler.has_work) == (0, False)
+
+
+def test_with_overlap_a_prefix_is_reused_only_while_no_step_of_the_sequence_is_in_flight():
+    device = FakeDevice(max_in_flight=2, block_tokens=4, budget=8)
+    prompt = tuple(range(500, 560))
+    device.add("ahead", prompt, max_tokens=1)
+    device.launch()
+    device.launch()
+    device.settle()
+    device.add("behind", prompt[:30], max_tokens=1)
+    device.launch()
+    assert (device.entry("behind").start, len(device.entry("behind").token_ids)) == (8, 4)
+    device.settle()  # publishes tokens 8 to 15, while 8 to 11 of the second are in flight
+    device.launch()
+    assert device.entry("behind").start == 12
+    device.settle()
+    device.settle()
+    device.run()
+    assert device.clients["behind"].tokens == device.expected("behind", 1)
+
+
 def test_settling_out_of_order_is_caught():
     device = FakeDevice(max_in_flight=2)
     device.add("a", 8)

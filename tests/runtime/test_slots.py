@@ -189,6 +189,75 @@ def test_a_high_priority_arrival_that_would_not_fit_anyway_strikes_nobody():
     assert_right(device)
 
 
+def test_a_prefill_of_a_better_priority_does_not_share_with_shorter_ones_behind_it():
+    device = FakeDevice(budget=64)
+    device.add("low", 8, priority=1)
+    device.add("high", 100, priority=0)
+    assert [(e.request_id, len(e.token_ids)) for e in device.step().entries] == [("high", 64)]
+    device.run()
+    assert_right(device)
+
+
+def test_admission_leaves_one_spare_block_per_running_sequence():
+    device = FakeDevice(blocks=4, block_tokens=4, prefix_cache=False)
+    device.add("a", 8, max_tokens=5)
+    device.step()
+    device.add("b", 8, max_tokens=5)  # two blocks are free; the first will need one of them
+    device.run()
+    assert device.scheduler.counters.preemptions == 0
+    assert device.clients["b"].first_step == 6
+    assert_right(device)
+
+
+def test_blocks_set_aside_for_an_unfinished_prompt_are_not_given_to_others():
+    device = FakeDevice(blocks=12, block_tokens=4, budget=8, prefix_cache=False)
+    device.add("long", 40, max_tokens=1)
+    device.step()
+    device.add("newcomer", 12, max_tokens=1)  # ten blocks are free, eight of them promised
+    device.run()
+    assert device.clients["long"].first_step == 5
+    assert device.clients["newcomer"].first_step == 7
+    assert_right(device)
+
+
+def test_a_decode_pauses_rather_than_take_what_a_prefill_ranked_before_it_was_promised():
+    device = FakeDevice(blocks=11, block_tokens=4, budget=4, prefix_cache=False)
+    device.add("long", 36, max_tokens=1)
+    device.add("short", 3, max_tokens=10)
+    device.run()
+    steps = device.clients["short"].steps
+    pauses = [(a, b) for a, b in pairwise(steps) if b - a > 1]
+    assert len(pauses) == 1
+    assert pauses[0][1] == device.clients["long"].first_step + 1
+    assert device.scheduler.counters.preemptions == 0
+    assert_right(device)
+
+
+def test_a_sequence_already_in_the_plan_is_not_struck():
+    # the four grow at once, into what was promised to "long"; it then lacks a block in a step in which
+    # "shorter" was served before it
+    device = FakeDevice(blocks=24, block_tokens=4, budget=7, prefix_cache=False)
+    for index, length in enumerate((3, 3, 3, 2)):
+        device.add(f"q{index}", length, max_tokens=40)
+    device.add("long", 26, max_tokens=1)
+    device.add("shorter", 16, max_tokens=1)
+    device.run()
+    assert_right(device)
+
+
+def test_a_preempted_request_fills_the_cache_anew():
+    device = FakeDevice(blocks=100, block_tokens=4, max_running=1)
+    prompt = tuple(range(500, 541))
+    device.add("low", prompt, priority=1, max_tokens=8)
+    device.step()
+    device.add("high", 4, priority=0, max_tokens=1)
+    device.step()
+    device.pool.drop_cache()
+    device.run()
+    assert device.pool.match_prefix(prompt, "")[1] == 40
+    assert_right(device)
+
+
 def test_when_blocks_run_out_the_last_arrival_is_preempted_and_repeats_nothing():
     device = FakeDevice(blocks=12, block_tokens=4, max_running=4)
     device.add("first", 8, max_tokens=30)
@@ -305,65 +374,15 @@ def test_a_request_that_only_waits_for_growth_is_not_ended():
     assert_right(device)
 
 
-def test_sequences_that_share_all_blocks_can_be_struck_together():
-    device = FakeDevice(blocks=8, block_tokens=4, max_running=8, budget=64)
+def test_sequences_that_share_all_their_blocks_are_struck_together():
+    device = FakeDevice(blocks=8, block_tokens=4, budget=1)
     prompt = tuple(range(500, 512))
     device.add("warm", prompt, max_tokens=1)
     device.run()
-    for index in range(3):
-        device.add(f"r{index}", (*prompt, 40), max_tokens=18)
+    device.add("first", 1, max_tokens=25)
+    device.step()
+    for index in range(2):
+        device.add(f"r{index}", (*prompt, 40, 41, 42), max_tokens=1)  # hold three blocks, get no turn
     device.run()
-    assert device.scheduler.counters.preemptions > 0
+    assert device.scheduler.counters.preemptions == 2
     assert_right(device)
-
-
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_arrivals_and_aborts_keep_the_books_and_the_answers(seed: int, max_in_flight: int):
-    rng = random.Random(seed)
-    device = FakeDevice(
-        blocks=12,
-        capacity=40,
-        block_tokens=4,
-        budget=rng.choice([3, 8, 24]),
-        max_running=rng.choice([1, 3, 8]),
-        max_in_flight=max_in_flight,
-        window=120,
-        prefix_cache=seed != 2,
-    )
-    shared = tuple(range(500, 540))
-    in_flight = 0
-    for index in range(1000):
-        action = rng.random()
-        if action < 0.25:
-            own = tuple(rng.randrange(3, 9) for _ in range(rng.randint(1, 60)))
-            prompt = (shared[: rng.randrange(40)] + own)[: rng.randint(1, 100)]
-            device.add(
-                f"r{index}",
-                prompt,
-                priority=rng.choice([0, 0, 0, 1, -1]),
-                max_tokens=rng.randint(1, 30),
-                prompt_logprobs=rng.choice([None, None, None, 2]),
-            )
-        elif action < 0.4 and device.clients:
-            device.abort(rng.choice(list(device.clients)[-12:]))
-        elif action < 0.45:
-            device.pool.grow_to(rng.randint(device.pool.committed, 40))
-        elif action < 0.5 and in_flight == 0:
-            device.pool.shrink_tail(keep=32)
-        elif in_flight < max_in_flight and device.launch() is not None:
-            in_flight += 1
-        elif in_flight:
-            device.settle()
-            in_flight -= 1  # this checks the books
-    device.pool.grow_to(40)
-    for _ in range(in_flight):
-        device.settle()
-    device.run()
-    device.scheduler.check()
-    assert (device.pool.num_held, device.scheduler.num_running, device.scheduler.num_waiting) == (0, 0, 0)
-    finished = [name for name, client in device.clients.items() if client.finish == "length"]
-    assert len(finished) > 20
-    for name in finished:
-        assert device.clients[name].tokens == device.expected(name, len(device.clients[name].tokens))
-    assert {c.finish for c in device.clients.values()} <= {"length", "abort", "error"}
