@@ -99,9 +99,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the KV memory. Requests that are still live are dropped without an event."""
-        del self._runner  # holds the planes
-        self._memory.close()
+        """Free the KV memory; safe to call twice. Live requests are dropped without an event."""
+        if not self._memory.is_closed:
+            del self._runner  # holds the planes
+            self._memory.close()
 
     @property
     def has_work(self) -> bool:

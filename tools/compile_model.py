@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ostinato.runtime.artifact import read_manifest
     from ostinato.runtime.compile import compile_model
     from ostinato.tools.inspect_artifact import pass_table
-    from ostinato.tools.progress import compile_progress
+    from ostinato.runtime.progress import compile_progress
 
     if arguments.dtype:
         setattr(arguments, "graph.dtype", arguments.dtype)

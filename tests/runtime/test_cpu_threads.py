@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+
 from ostinato.errors import ConfigError
 from ostinato.runtime.config import CpuConfig
 from ostinato.runtime.cpu_threads import ThreadPlan, bound_threads, plan_threads
@@ -94,7 +95,9 @@ def test_the_users_number_wins_over_the_quota(tmp_path):
 
 
 def test_more_threads_than_cpus_is_refused_with_the_fix(tmp_path):
-    with pytest.raises(ConfigError, match=r"cpu.threads=9: this process may use 8 logical CPUs.*0 for one per"):
+    with pytest.raises(
+        ConfigError, match=r"cpu.threads=9: this process may use 8 logical CPUs.*0 for one per"
+    ):
         plan_threads(CpuConfig(threads=9), allowed=range(8), root=fake_root(tmp_path, HYPERTHREADS))
 
 

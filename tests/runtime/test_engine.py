@@ -153,12 +153,12 @@ def test_broken_books_are_fatal(monkeypatch):
     ("request_", "error", "param", "says"),
     [
         (greedy("x", []), "InvalidRequest", "prompt", "empty"),
-        (greedy("x", [5, 128]), "InvalidRequest", "prompt", "token id 128: ids are from 0 to 127"),
+        (greedy("x", [5, 512]), "InvalidRequest", "prompt", "token id 512: ids are from 0 to 511"),
         (greedy("x", [-1]), "InvalidRequest", "prompt", "token id -1"),
         (greedy("x", prompt_of(512)), "ContextTooLong", "prompt", "512 tokens"),
-        (greedy("x", [5], logit_bias={128: 1.0}), "InvalidRequest", "logit_bias", "128"),
+        (greedy("x", [5], logit_bias={512: 1.0}), "InvalidRequest", "logit_bias", "512"),
         (greedy("x", [5], logit_bias={5: 101.0}), "InvalidRequest", "logit_bias", "-100 to 100"),
-        (greedy("x", [5], stop_token_ids=(999,)), "InvalidRequest", "stop_token_ids", "999"),
+        (greedy("x", [5], stop_token_ids=(512,)), "InvalidRequest", "stop_token_ids", "512"),
         (greedy("x", [5], min_tokens=9), "InvalidRequest", "min_tokens", "more than max_tokens=8"),
     ],
 )
@@ -359,7 +359,7 @@ def test_the_models_window_is_cut_to_the_memory_with_a_warning(caplog):
 
 def test_info_names_the_model_as_served():
     with toy_engine() as engine:
-        assert (engine.info.model, engine.info.vocab_size, engine.info.eos_token_ids) == ("toy", 128, (EOS,))
+        assert (engine.info.model, engine.info.vocab_size, engine.info.eos_token_ids) == ("toy", 512, (EOS,))
 
 
 def test_default_sampling_draws_the_same_tokens_in_any_company():

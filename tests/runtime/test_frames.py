@@ -6,6 +6,7 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ostinato.errors import EngineDead
 from ostinato.runtime.config import EngineConfig, KVConfig
 from ostinato.runtime.frames import KINDS, Events, FrameReader, FrameWriter, Start, encode

@@ -21,10 +21,10 @@ from ostinato.ops import kv_write, paged_attention
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.config import EngineConfig
 
-VOCAB, WIDTH, HEADS, KV_HEADS, SIZE, LAYERS = 128, 32, 4, 2, 8, 2
+VOCAB, WIDTH, HEADS, KV_HEADS, SIZE, LAYERS = 512, 32, 4, 2, 8, 2
 SCALE = 1.0  # large scores: attention is peaked, so one wrong key shows
 EOS = 1
-POISON, CRASH = 126, 127
+POISON, CRASH = VOCAB - 2, VOCAB - 1
 
 FACTS = ModelFacts(
     architecture="ToyForCausalLM",

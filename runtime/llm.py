@@ -1,0 +1,194 @@
+"""The Python front door: `LLM(path).generate("...")`.
+
+The engine runs on a thread of its own and an asyncio loop on a second one, so calls may come from any
+thread, also from one that runs a loop already (a notebook).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+from pydantic import ValidationError
+
+from ostinato import log as logs
+from ostinato.errors import ConfigError, InvalidRequest
+from ostinato.runtime.client import EngineClient
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.llm_session import Input, Session
+from ostinato.runtime.messages import EngineInfo, EngineStats, SamplingParams
+from ostinato.runtime.request_output import CompletionOutput, RequestOutput
+from ostinato.runtime.text import TextFrontEnd
+
+Message = Mapping[str, object]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model in this process.
+
+        with LLM("SmolLM2-135M-Instruct", kv={"max_gib": 2}) as llm:
+            print(llm.generate("Once upon a time")[0].outputs[0].text)
+
+    `path` is an artifact, or a model folder or GGUF file, which is compiled into the cache first.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        config: EngineConfig | None = None,
+        progress: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings` are sections or fields of `EngineConfig`; they win over `config`.
+
+        `progress`: show a bar while compiling; None: when stderr is a terminal.
+        Raises ConfigError, ArtifactError, ModelError, CompileError.
+        """
+        config = configured(config or EngineConfig(), settings)
+        logs.setup(config.log_level)
+        # Imported here: reading `LLM`'s documentation or a configuration error needs no torch.
+        from ostinato.runtime.compile_cache import resolve_artifact
+        from ostinato.runtime.engine_thread import EngineThread
+        from ostinato.runtime.progress import compile_progress
+
+        with compile_progress(Path(path).name, show=progress) as report:
+            folder = resolve_artifact(path, config, progress=report)
+        self._open(EngineThread(folder, config), TextFrontEnd.load(folder / "tokenizer"), config)
+
+    @classmethod
+    def over(cls, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> Self:
+        """An LLM over an engine of your own, not started yet; it is closed with the LLM."""
+        llm = cls.__new__(cls)
+        llm._open(client, text, config)
+        return llm
+
+    def _open(self, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> None:
+        self.config = config
+        self._session = Session(client, text, config)
+        # The session does not know this object, so it is also closed when the object is dropped, and at exit.
+        self._finalizer = weakref.finalize(self, self._session.close)
+        try:
+            self._session.run(client.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine and free its memory and threads. Safe to call twice."""
+        self._finalizer()
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the loaded model."""
+        return self._session.client.info
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's newest snapshot: running requests, KV blocks, prefix hits."""
+        return self._session.client.stats
+
+    @property
+    def text(self) -> TextFrontEnd:
+        """Tokenizer and chat template."""
+        return self._session.text
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts (text or token ids), together; one output per prompt, in order.
+
+        `sampling`: one for all or one per prompt; None: the model's own defaults. With `n` > 1 and a seed,
+        answer i uses seed + i. `progress`: a bar on stderr; None: when that is a terminal.
+        A request that fails alone ends with finish_reason `error`. Raises InvalidRequest or ContextTooLong
+        before anything runs; EngineDead.
+        """
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = cast(Sequence[Prompt], [prompts] if is_one else prompts)
+        return self._answer([self._session.encode(one) for one in several], sampling, n, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        progress: bool | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of `{"role": ..., "content": ...}`) or several; see `generate`."""
+        if not messages:
+            raise InvalidRequest("messages: empty; give at least one message", param="messages")
+        several = [messages] if isinstance(messages[0], Mapping) else messages
+        inputs = [
+            self._session.render(
+                cast(Sequence[Message], one),
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=template_kwargs,
+            )
+            for one in several
+        ]
+        return self._answer(inputs, sampling, n, progress)
+
+    async def stream(
+        self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None
+    ) -> AsyncGenerator[CompletionOutput]:
+        """Pieces of one answer as they come, on the caller's loop; the last has a `finish_reason`.
+
+        `prompt` is text, token ids, or the messages of a conversation. Leaving the loop early and closing the
+        generator (`contextlib.aclosing`) aborts the request.
+        """
+        session = self._session
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        given = (
+            session.render(cast(Sequence[Message], prompt))
+            if is_chat
+            else session.encode(cast(Prompt, prompt))
+        )
+        (job,) = session.jobs([given], sampling, 1)
+        async for piece in session.pieces(job.requests[0]):
+            yield piece
+
+    def _answer(
+        self,
+        inputs: list[Input],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        n: int,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        jobs = self._session.jobs(inputs, sampling, n)
+        from ostinato.runtime.progress import generate_progress
+
+        with generate_progress(len(jobs) * n, show=progress) as advance:
+            return self._session.run(self._session.answer_all(jobs, advance))
+
+
+def configured(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
+    """`config` with some fields or parts of sections replaced. Raises ConfigError that names the setting."""
+    tree = config.model_dump()
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
+            tree[name] |= value
+        else:
+            tree[name] = value
+    try:
+        return EngineConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}={first['input']!r}: {first['msg']}; see EngineConfig") from None

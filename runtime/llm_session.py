@@ -1,0 +1,218 @@
+"""What is behind an `LLM`: an engine client, a tokenizer, and the loop thread that they live on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple, TypeVar, cast
+
+from ostinato.errors import EngineDead, InvalidRequest
+from ostinato.runtime.choice_output import ChoiceOutput
+from ostinato.runtime.client import EngineClient
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenEvent
+from ostinato.runtime.request_check import check_request
+from ostinato.runtime.request_output import CompletionOutput, RequestOutput
+from ostinato.runtime.text import TextFrontEnd
+
+T = TypeVar("T")
+
+
+class Input(NamedTuple):
+    """A prompt: its text, if it was given as text, and its token ids."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt and its requests, one per answer."""
+
+    request_id: str
+    input: Input
+    requests: tuple[GenerateRequest, ...]
+
+
+class Session:
+    """Runs coroutines on a thread of its own. `run` and the makers of jobs are for any other thread."""
+
+    def __init__(self, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> None:
+        self.client = client
+        self.text = text
+        self._numbers = count()
+        # Requests beyond what the engine would queue wait here instead of being refused.
+        self._room = asyncio.Semaphore(config.scheduler.max_waiting)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ostinato-llm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the session's loop and wait for the result; an interrupt cancels the work."""
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDead("this LLM is closed: make a new one")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stop engine, tokenizer threads and loop."""
+        self.run(self.client.close())
+        self.text.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def encode(self, prompt: str | Sequence[int]) -> Input:
+        """An input from text or token ids."""
+        if isinstance(prompt, str):
+            return Input(prompt, tuple(self.text.encode(prompt)) if prompt else ())
+        wrong = next((one for one in prompt if not isinstance(one, int)), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"prompts: {wrong!r} is neither text nor a token id; give strings or lists of ints",
+                param="prompts",
+            )
+        return Input(None, tuple(prompt))
+
+    def render(self, messages: Sequence[Mapping[str, object]], **template: Any) -> Input:
+        """An input from a conversation, through the model's chat template."""
+        text = self.text.render_chat([dict(message) for message in messages], **template)
+        return Input(text, tuple(self.text.encode(text, add_special_tokens=False)))
+
+    def jobs(
+        self, inputs: Sequence[Input], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int
+    ) -> list[Job]:
+        """Jobs whose requests are all known to be valid. Raises InvalidRequest or ContextTooLong."""
+        if n < 1:
+            raise InvalidRequest(f"n={n}: must be at least 1", param="n")
+        if sampling is None:
+            sampling = SamplingParams(**self.text.defaults.model_dump(exclude_none=True))
+        several = [sampling] * len(inputs) if isinstance(sampling, SamplingParams) else sampling
+        if len(several) != len(inputs):
+            raise InvalidRequest(
+                f"sampling: {len(several)} for {len(inputs)} prompts; give one for each, or one for all",
+                param="sampling",
+            )
+        return [self._job(one, params, n) for one, params in zip(inputs, several, strict=True)]
+
+    async def answer_all(
+        self, jobs: Sequence[Job], advance: Callable[[int, int], None]
+    ) -> list[RequestOutput]:
+        """Run all jobs together; `advance` gets finished answers and new tokens."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [[group.create_task(self._collect(r, advance)) for r in job.requests] for job in jobs]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        answers = [[task.result() for task in row] for row in tasks]
+        return [
+            RequestOutput(
+                job.request_id,
+                job.input.text,
+                job.input.token_ids,
+                tuple(answer.output(index) for index, answer in enumerate(row)),
+                row[0].prompt_logprobs,
+                row[0].cached_tokens,
+            )
+            for job, row in zip(jobs, answers, strict=True)
+        ]
+
+    async def pieces(self, request: GenerateRequest) -> AsyncGenerator[CompletionOutput]:
+        """What comes of a request, piece by piece; runs on the caller's loop."""
+        here = asyncio.get_running_loop()
+        queue: asyncio.Queue[CompletionOutput | Exception] = asyncio.Queue()
+
+        async def pump() -> None:
+            try:
+                async with aclosing(self._steps(request)) as steps:
+                    async for _, piece in steps:
+                        here.call_soon_threadsafe(queue.put_nowait, piece)
+            except Exception as error:  # nothing is swallowed: the reader raises it
+                here.call_soon_threadsafe(queue.put_nowait, error)
+
+        if self._loop.is_closed():
+            raise EngineDead("this LLM is closed: make a new one")
+        pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        try:
+            while True:
+                piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            pumping.cancel()
+
+    def _job(self, one: Input, params: SamplingParams, n: int) -> Job:
+        name = f"llm-{next(self._numbers)}"
+        seeds = [None if params.seed is None else (params.seed + which) % 2**63 for which in range(n)]
+        requests = tuple(
+            GenerateRequest(
+                request_id=f"{name}-{which}",
+                prompt_token_ids=one.token_ids,
+                sampling=params.model_copy(update={"seed": seed}),
+            )
+            for which, seed in enumerate(seeds)
+        )
+        check_request(requests[0], self.client.info)
+        return Job(name, one, requests)
+
+    async def _steps(self, request: GenerateRequest) -> AsyncGenerator[tuple[TokenEvent, CompletionOutput]]:
+        """Events of a request with the text that they add; a stop string ends it, closing aborts it."""
+        output = ChoiceOutput(self.text.codec, request.sampling)
+        wants_logprobs = request.sampling.logprobs is not None
+        async with self._room:
+            # Every engine's iterator is an async generator: closing it is what aborts the request.
+            events = cast("AsyncGenerator[TokenEvent]", self.client.generate(request))
+            async with aclosing(events):
+                async for event in events:
+                    delta = output.push(event)
+                    logprobs = event.logprobs if wants_logprobs else None
+                    yield (
+                        event,
+                        CompletionOutput(
+                            0, delta.text, event.token_ids, logprobs, delta.finish_reason, event.error
+                        ),
+                    )
+                    if delta.finish_reason is not None:
+                        return
+
+    async def _collect(self, request: GenerateRequest, advance: Callable[[int, int], None]) -> _Answer:
+        answer = _Answer([])
+        async with aclosing(self._steps(request)) as steps:
+            async for event, piece in steps:
+                if not answer.pieces:
+                    answer.prompt_logprobs, answer.cached_tokens = event.prompt_logprobs, event.cached_tokens
+                answer.pieces.append(piece)
+                advance(piece.finish_reason is not None, len(event.token_ids))
+        return answer
+
+
+@dataclass
+class _Answer:
+    pieces: list[CompletionOutput]
+    prompt_logprobs: Any = None
+    cached_tokens: int = 0
+
+    def output(self, index: int) -> CompletionOutput:
+        """All pieces as one."""
+        last = self.pieces[-1]
+        logprobs = [piece.logprobs for piece in self.pieces]
+        return CompletionOutput(
+            index,
+            "".join(piece.text for piece in self.pieces),
+            tuple(token for piece in self.pieces for token in piece.token_ids),
+            None if last.logprobs is None else tuple(one for row in logprobs for one in row or ()),
+            last.finish_reason,
+            last.error,
+        )

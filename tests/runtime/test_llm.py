@@ -1,0 +1,286 @@
+"""`LLM` over the toy model with a real small tokenizer: batches, text, streams, errors, leftovers."""
+
+import asyncio
+import gc
+import threading
+import time
+from contextlib import aclosing
+
+import pytest
+
+from ostinato.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest
+from ostinato.runtime.config import EngineConfig, KVConfig, SchedulerConfig
+from ostinato.runtime.engine_thread import EngineThread
+from ostinato.runtime.llm import LLM, configured
+from ostinato.runtime.messages import SamplingParams
+from tests.support.engine_runs import prompt_of, toy_config
+from tests.support.toy_model import CRASH, EOS, POISON, ToyModel, load_toy
+from tests.support.toy_text import front_end
+
+TOY = ToyModel()
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def make_llm(artifact="toy", **settings):
+    config = toy_config(**settings)
+    return LLM.over(EngineThread(artifact, config, load=load_toy), front_end(temperature=0.0), config)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with make_llm() as shared:
+        yield shared
+
+
+def text_of(llm, token_ids):
+    detokenizer = llm.text.codec.detokenizer(skip_special=True)
+    return "".join([detokenizer.push(token) for token in token_ids]) + detokenizer.finish()
+
+
+def test_text_and_token_prompts_in_one_batch_come_back_in_order(llm):
+    prompts = ["the quick brown fox", prompt_of(33), "an ostinato", prompt_of(1)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt for output in outputs] == ["the quick brown fox", None, "an ostinato", None]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = tuple(llm.text.encode(prompt) if isinstance(prompt, str) else prompt)
+        assert output.prompt_token_ids == ids
+        (answer,) = output.outputs
+        assert list(answer.token_ids) == TOY.greedy(ids, 12)
+        assert answer.text == text_of(llm, answer.token_ids)
+        assert (answer.index, answer.finish_reason, answer.logprobs) == (0, "length", None)
+
+
+def test_one_prompt_may_stand_alone_as_text_or_ids(llm):
+    (by_text,) = llm.generate("hello", GREEDY)
+    (by_ids,) = llm.generate(llm.text.encode("hello"), GREEDY)
+    assert by_text.outputs == by_ids.outputs
+
+
+def test_chat_goes_through_the_models_template(llm):
+    messages = [{"role": "user", "content": "Hello world"}]
+    (one,) = llm.chat(messages, GREEDY)
+    assert one.prompt == llm.text.render_chat(messages)
+    assert one.prompt.startswith("<|im_start|>user\nHello world")
+    assert one.prompt_token_ids == tuple(llm.text.encode_chat(messages))
+    assert list(one.outputs[0].token_ids) == TOY.greedy(one.prompt_token_ids, 12)
+    two = llm.chat([messages, [{"role": "user", "content": "again"}]], GREEDY)
+    assert two[0].outputs == one.outputs
+    assert "again" in two[1].prompt
+
+
+def test_n_answers_differ_and_are_the_same_again_with_the_same_seed(llm):
+    params = SamplingParams(seed=3, max_tokens=8, ignore_eos=True, temperature=2.0)
+    (first,) = llm.generate("hello", params, n=3)
+    (again,) = llm.generate("hello", params, n=3)
+    (alone,) = llm.generate("hello", params.model_copy(update={"seed": 4}))
+    answers = [answer.token_ids for answer in first.outputs]
+    assert [answer.index for answer in first.outputs] == [0, 1, 2]
+    assert len(set(answers)) == 3
+    assert answers == [answer.token_ids for answer in again.outputs]
+    assert answers[1] == alone.outputs[0].token_ids
+
+
+def test_each_prompt_can_have_its_own_sampling_and_none_means_the_models_defaults(llm):
+    short = GREEDY.model_copy(update={"max_tokens": 2})
+    outputs = llm.generate(["hello", "hello"], [short, GREEDY])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 12]
+    (default,) = llm.generate(prompt_of(500))  # the front end's default temperature is 0; the window ends it
+    assert list(default.outputs[0].token_ids) == TOY.greedy(prompt_of(500), 12)
+    assert default.outputs[0].finish_reason == "length"
+
+
+def test_a_stop_string_cuts_the_text_and_ends_the_request(llm):
+    whole = llm.generate("hello", GREEDY)[0].outputs[0]
+    stop = text_of(llm, whole.token_ids[4:6])
+    at = whole.text.index(stop)
+    (output,) = llm.generate("hello", GREEDY.model_copy(update={"stop": (stop,)}))
+    answer = output.outputs[0]
+    assert answer.text == whole.text[:at]
+    assert answer.finish_reason == "stop"
+    assert len(answer.token_ids) < 12
+
+
+def test_eos_ends_the_text_and_is_listed_but_not_shown(llm):
+    params = SamplingParams(temperature=0, logit_bias={EOS: 100.0}, min_tokens=3, max_tokens=9)
+    answer = llm.generate("hello", params)[0].outputs[0]
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids[-1] == EOS
+    assert len(answer.token_ids) == 4
+    assert answer.text == text_of(llm, answer.token_ids[:3])
+
+
+def test_log_probabilities_come_for_answer_and_prompt(llm):
+    params = GREEDY.model_copy(update={"logprobs": 1, "prompt_logprobs": 0})
+    (output,) = llm.generate("hello world", params)
+    answer = output.outputs[0]
+    assert [record.token_id for record in answer.logprobs] == list(answer.token_ids)
+    assert all(record.top == ((record.token_id, record.logprob),) for record in answer.logprobs)
+    assert output.prompt_logprobs[0] is None
+    assert [record.token_id for record in output.prompt_logprobs[1:]] == list(output.prompt_token_ids[1:])
+
+
+def test_cached_tokens_are_told(llm):
+    prompt = prompt_of(40, 99)
+    llm.generate(prompt, GREEDY)
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "error", "says"),
+    [
+        ("", None, InvalidRequest, "empty"),
+        ([[5], []], None, InvalidRequest, "empty"),
+        ([[5], [512]], None, InvalidRequest, "token id 512"),
+        ([["a"]], None, InvalidRequest, "neither text nor a token id"),
+        (prompt_of(512), None, ContextTooLong, "512 tokens"),
+        (["a", "b"], [GREEDY], InvalidRequest, "1 for 2 prompts"),
+        ("a", SamplingParams(logit_bias={512: 1.0}), InvalidRequest, "logit_bias"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_runs(llm, prompts, sampling, error, says):
+    before = llm.stats.steps
+    with pytest.raises(error, match=says):
+        llm.generate(prompts, sampling)
+    assert llm.stats.steps == before
+
+
+def test_one_failing_request_does_not_take_the_others_with_it(llm):
+    bad, good = llm.generate([[5, POISON], [5, 6]], GREEDY)
+    assert bad.outputs[0].finish_reason == "error"
+    assert "NaN" in bad.outputs[0].error
+    assert list(good.outputs[0].token_ids) == TOY.greedy([5, 6], 12)
+    (crashed,) = llm.generate([5, CRASH], GREEDY)
+    assert "toy model crashed" in crashed.outputs[0].error
+    assert list(llm.generate([5, 6], GREEDY)[0].outputs[0].token_ids) == TOY.greedy([5, 6], 12)
+
+
+def test_more_prompts_than_the_queue_holds_wait_their_turn():
+    with make_llm(scheduler=SchedulerConfig(max_running=2, max_waiting=3)) as small:
+        prompts = [[5, i + 2] for i in range(40)]
+        outputs = small.generate(prompts, GREEDY.model_copy(update={"max_tokens": 2}))
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [TOY.greedy(p, 2) for p in prompts]
+
+
+async def test_stream_gives_the_same_text_in_pieces(llm):
+    whole = llm.generate("hello world", GREEDY)[0].outputs[0]  # also: a loop runs in this thread
+    pieces = [piece async for piece in llm.stream("hello world", GREEDY)]
+    assert len(pieces) == 12
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * 11 + ["length"]
+    chat = [piece async for piece in llm.stream([{"role": "user", "content": "hi"}], GREEDY)]
+    expected = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0].outputs[0].text
+    assert "".join(piece.text for piece in chat) == expected
+
+
+async def test_leaving_a_stream_early_frees_its_blocks():
+    with make_llm("slow") as slow:
+        async with aclosing(slow.stream("hello", GREEDY.model_copy(update={"max_tokens": 400}))) as pieces:
+            async for _ in pieces:
+                break
+        for _ in range(200):
+            if slow.stats.steps and not slow.stats.running:
+                break
+            await asyncio.sleep(0.02)
+        assert slow.stats.running == 0
+        assert slow.stats.blocks_used == 0
+        assert slow.stats.generated_tokens < 200
+
+
+async def test_a_wrong_streamed_request_raises_at_once(llm):
+    with pytest.raises(ContextTooLong):
+        await anext(llm.stream(prompt_of(600), GREEDY))
+
+
+def test_calls_from_several_threads_at_once_are_one_batch(llm):
+    results = {}
+
+    def ask(number):
+        results[number] = llm.generate([5, number], GREEDY)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: tuple(TOY.greedy([5, number], 12)) for number in range(2, 8)}
+
+
+def ostinato_threads():
+    return [t.name for t in threading.enumerate() if t.name.startswith(("ostinato", "tokenize"))]
+
+
+def test_close_frees_threads_and_memory_and_later_calls_say_so(caplog):
+    before = ostinato_threads()
+    llm = make_llm()
+    llm.generate("hello", GREEDY)
+    assert len(ostinato_threads()) > len(before)
+    llm.close()
+    llm.close()
+    assert ostinato_threads() == before
+    assert "still hold" not in caplog.text  # the KV pool's warning about planes that keep memory alive
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate("hello", GREEDY)
+
+
+def test_a_dropped_llm_frees_itself():
+    before = ostinato_threads()
+    llm = make_llm()
+    del llm
+    gc.collect()
+    assert ostinato_threads() == before
+
+
+def test_closing_while_requests_run_ends_them():
+    llm = make_llm("slow")
+    failures = []
+
+    def ask():
+        try:
+            llm.generate("hello", GREEDY.model_copy(update={"max_tokens": 400}))
+        except EngineDead as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not llm.stats.running:
+        time.sleep(0.005)
+    llm.close()
+    thread.join()
+    assert failures == ["the engine was closed"]
+
+
+@pytest.mark.parametrize(("artifact", "says"), [("damaged", "flipped byte"), ("raises", "ZeroDivisionError")])
+def test_a_start_that_fails_leaves_nothing_behind(artifact, says):
+    before = ostinato_threads()
+    with pytest.raises(Exception, match=says):
+        make_llm(artifact)
+    assert ostinato_threads() == before
+
+
+def test_settings_are_merged_into_their_sections():
+    base = EngineConfig(kv=KVConfig(block_tokens=32))
+    made = configured(base, {"kv": {"max_gib": 2}, "max_model_len": 100})
+    assert made.kv == KVConfig(block_tokens=32, max_gib=2)
+    assert made.max_model_len == 100
+    assert configured(base, {"scheduler": SchedulerConfig(max_running=3)}).scheduler.max_running == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kv": {"page_tokens": 8}}, r"kv.page_tokens=8: Extra inputs"),
+        ({"kv": {"block_tokens": 0}}, r"kv.block_tokens=0: .*greater than or equal to 1"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9: Extra inputs"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        LLM("nowhere", **settings)
+
+
+def test_progress_is_shown_only_when_asked_for(llm, capsys):
+    llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b"], GREEDY, progress=True)
+    assert "2/2" in capsys.readouterr().err
