@@ -86,7 +86,7 @@ def capture(
     dtype = getattr(torch, facts["dtype"])
     with hooks.registered(), torch.no_grad():
         with built.fake_mode:  # dry run: how many KV planes, and of which shapes
-            fake_inputs = [built.fake_mode.from_tensor(t) for t in inputs]
+            fake_inputs = [built.fake_mode.from_tensor(t, static_shapes=True) for t in inputs]
             step(*fake_inputs, None)
         planes = []
         with built.fake_mode:

@@ -159,7 +159,10 @@ def tiny_model(
 ) -> PreTrainedModel:
     """The transformers model itself, in memory, in evaluation mode."""
     config = tiny_config(family, **changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # eager: the one attention and experts code that knows softcaps and float32 in every transformers
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
     randomize(model, seed=seed)
     return model.eval()
 
