@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ostinato.runtime.artifact import read_manifest
     from ostinato.runtime.compile import compile_model
-    from ostinato.tools.inspect_artifact import pass_table
     from ostinato.runtime.progress import compile_progress
+    from ostinato.tools.inspect_artifact import pass_table
 
     if arguments.dtype:
         setattr(arguments, "graph.dtype", arguments.dtype)
