@@ -1,4 +1,4 @@
-"""`compile-model SRC -o DIR`: make an artifact from a model folder or GGUF file."""
+"""`compile-model SRC [-o DIR]`: make an artifact from a model folder or GGUF file; without -o, in the cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from ostinato.tools.main import run_command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="Hugging Face model folder or GGUF file")
-    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="artifact folder to write")
+    parser.add_argument(
+        "-o", "--out", metavar="DIR", help="artifact folder to write (default: one in the cache)"
+    )
     parser.add_argument("--dtype", metavar="TYPE", help="short for --graph.dtype")
     parser.add_argument(
-        "--target", choices=("cpu",), default="cpu", help="device to compile for; this machine's processor is the target"
+        "--target",
+        choices=("cpu",),
+        default="cpu",
+        help="device to compile for; this machine's processor is the target",
     )
     add_flags(parser, leave_out=("server", "scheduler", "cpu"))
 
@@ -25,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ostinato.runtime.artifact import read_manifest
     from ostinato.runtime.compile import compile_model
+    from ostinato.runtime.compile_cache import resolve_artifact
     from ostinato.runtime.progress import compile_progress
     from ostinato.tools.inspect_artifact import pass_table
 
@@ -34,12 +40,20 @@ def run(arguments: argparse.Namespace) -> int:
     log.setup("WARNING" if config.log_level == "INFO" else config.log_level)
     start = time.perf_counter()
     with compile_progress(Path(arguments.source).stem) as progress:
-        compile_model(arguments.source, arguments.out, config, progress=progress)
-    manifest = read_manifest(Path(arguments.out))
-    print(pass_table(manifest))
+        if arguments.out:
+            folder = Path(arguments.out)
+            compile_model(arguments.source, folder, config, progress=progress)
+        else:
+            folder = resolve_artifact(arguments.source, config, progress=progress)
+    manifest = read_manifest(folder)
     proof = manifest.proof
-    print(f"proof: largest logit error {proof.max_error:.2e} of {proof.budget:.2e} allowed, against float64")
-    print(f"{arguments.out}: {manifest.weights_bytes / 2**20:.0f} MiB of weights, {time.perf_counter() - start:.1f} s")
+    for line in (
+        pass_table(manifest),
+        f"proof: largest logit error {proof.max_error:.2e} of {proof.budget:.2e} allowed, against float64",
+        f"{manifest.weights_bytes / 2**20:.0f} MiB of weights, {time.perf_counter() - start:.1f} s",
+    ):
+        print(line, file=sys.stderr)
+    print(folder)
     return 0
 
 

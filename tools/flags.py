@@ -21,7 +21,9 @@ API_KEY_VARIABLE = "OSTINATO_API_KEY"
 
 def add_flags(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
     """Add `--config FILE` and one flag per setting, with its help and default; `leave_out` names whole sections."""
-    parser.add_argument("--config", metavar="FILE.toml", help="settings as TOML tables; flags win over the file")
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="settings as TOML tables; flags win over the file"
+    )
     group = parser.add_argument_group("settings")
     for path, field in settings():
         if path.split(".")[0] in leave_out:

@@ -15,10 +15,16 @@ from ostinato.runtime.weight_pack import load_packed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="DIR")
-    parser.add_argument("--graph", choices=("before", "after"), help="print the code of one layer of the graph")
-    parser.add_argument("--layer", default="0", metavar="N|all", help="which layer --graph prints (default: 0)")
+    parser.add_argument(
+        "--graph", choices=("before", "after"), help="print the code of one layer of the graph"
+    )
+    parser.add_argument(
+        "--layer", default="0", metavar="N|all", help="which layer --graph prints (default: 0)"
+    )
     parser.add_argument("--weights", action="store_true", help="list every packed weight")
-    parser.add_argument("--verify", action="store_true", help="also check every file's hash and that it fits this machine")
+    parser.add_argument(
+        "--verify", action="store_true", help="also check every file's hash and that it fits this machine"
+    )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
@@ -78,7 +84,14 @@ def pass_table(manifest: Manifest) -> str:
         refused = "; ".join(f"{count}x {reason}" for reason, count in record.refused.items())
         expected = "-" if record.expected is None else str(record.expected)
         rows.append(
-            (record.name, str(record.matched), expected, f"{record.milliseconds:.0f}", str(len(record.proofs)), refused)
+            (
+                record.name,
+                str(record.matched),
+                expected,
+                f"{record.milliseconds:.0f}",
+                str(len(record.proofs)),
+                refused,
+            )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join(

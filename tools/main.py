@@ -14,7 +14,10 @@ from ostinato.errors import EngineError
 COMMANDS = {
     "serve": ("serve", "serve an artifact or model over an OpenAI-compatible API"),
     "chat": ("chat", "talk to a model in the terminal"),
-    "compile": ("compile_model", "compile a model folder or GGUF file into an artifact (also: compile-model)"),
+    "compile": (
+        "compile_model",
+        "compile a model folder or GGUF file into an artifact (also: compile-model)",
+    ),
     "inspect": ("inspect_artifact", "show what an artifact holds"),
 }
 
@@ -22,7 +25,9 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a command; user errors become one line on stderr and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="ostinato", description="Compile a language model once, then replay it.")
+    parser = argparse.ArgumentParser(
+        prog="ostinato", description="Compile a language model once, then replay it."
+    )
     parser.add_argument("--version", action="version", version=f"ostinato {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     wanted = next((word for word in argv if not word.startswith("-")), None)

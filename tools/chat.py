@@ -1,0 +1,82 @@
+"""`ostinato chat PATH`: talk to a model in the terminal. /clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+
+from ostinato.errors import RequestError
+from ostinato.runtime.messages import SamplingParams
+from ostinato.tools.flags import add_flags, config_from
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="artifact, model folder or GGUF file")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, metavar="X", help="default: the model's own")
+    parser.add_argument("--max-tokens", type=int, default=None, metavar="N", help="most tokens of an answer")
+    add_flags(parser, leave_out=("server",))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ostinato.runtime.llm import LLM
+
+    config = config_from(arguments)
+    if config.log_level == "INFO":
+        config = config.model_copy(update={"log_level": "WARNING"})
+    with LLM(arguments.path, config=config) as llm:
+        sampling = _sampling(arguments, llm.text.defaults.model_dump())
+        opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        messages = list(opening)
+        while (line := _ask()) is not None:
+            if line == "/exit":
+                break
+            if line == "/clear":
+                messages = list(opening)
+            elif line:
+                messages.append({"role": "user", "content": line})
+                try:
+                    answer = _answer(llm, messages, sampling)
+                except RequestError as error:
+                    print(f"({error}; /clear starts a new conversation)")
+                    messages.pop()
+                else:
+                    messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _sampling(arguments: argparse.Namespace, defaults: dict[str, object]) -> SamplingParams:
+    given = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    known = {
+        key: value
+        for key, value in defaults.items()
+        if key in SamplingParams.model_fields and value is not None
+    }
+    return SamplingParams.model_validate({**known, **{key: v for key, v in given.items() if v is not None}})
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        print()
+        return None
+
+
+def _answer(llm: object, messages: list[dict[str, str]], sampling: SamplingParams) -> str:
+    parts: list[str] = []
+
+    async def read() -> None:
+        async with contextlib.aclosing(llm.stream(list(messages), sampling)) as pieces:  # type: ignore[attr-defined]
+            async for piece in pieces:
+                parts.append(piece.text)
+                print(piece.text, end="", flush=True)
+
+    with contextlib.suppress(KeyboardInterrupt):  # an interrupted answer stays as far as it came
+        asyncio.run(read())
+    print()
+    return "".join(parts)

@@ -1,0 +1,84 @@
+"""`ostinato serve PATH`: an OpenAI-compatible server over an artifact, or over a model that is compiled first."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ostinato import log as logs
+from ostinato.errors import CompileError
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.engine_process import EngineProcess
+from ostinato.runtime.serve_app import listen, serve
+from ostinato.runtime.server import make_app
+from ostinato.runtime.text import TextFrontEnd
+from ostinato.tools.flags import add_flags, changed, config_from
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"  # runtime.artifact has it too, but imports torch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="artifact, model folder or GGUF file")
+    add_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    config = config_from(arguments)
+    logs.setup(config.log_level)
+    for path, value in changed(config).items():
+        log.info("set: %s = %s", path, value)
+    sock = listen(config.server)  # before the model: a port in use is known at once
+    folder = find_artifact(Path(arguments.path), config)
+    text = TextFrontEnd.load(folder / "tokenizer")
+    engine = EngineProcess(folder, config)
+    app = make_app(engine, config.server, text, engine_config=config)
+
+    def on_ready(url: str) -> None:
+        name = config.server.served_name or engine.info.model
+        print(
+            f"ready after {time.monotonic() - began:.1f} s; try:\n\n{curl_line(url, name, config)}\n",
+            flush=True,
+        )
+
+    asyncio.run(serve(app, sock, on_ready=on_ready))
+    return 0
+
+
+def find_artifact(path: Path, config: EngineConfig) -> Path:
+    """`path` if it is an artifact; else the model there compiled into the cache, by a process of its own.
+
+    The server's process never imports torch, let alone a compiler; what it would keep of them is memory.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    command = [sys.executable, "-m", "ostinato.tools.main", "compile", str(path)]
+    for setting, value in changed(config).items():
+        if setting.startswith(("graph.", "passes.")) or setting == "kv.block_tokens":
+            command.append(f"--{setting.replace('_', '-')}={_flag_value(value)}")
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(f"{path}: compiling failed (see above); the command was: {shlex.join(command)}")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def _flag_value(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def curl_line(url: str, model: str, config: EngineConfig) -> str:
+    """A request that works when pasted into a shell."""
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    )
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"
