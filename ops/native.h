@@ -13,11 +13,16 @@
 #define OSTINATO_API extern "C" __attribute__((visibility("default")))
 #define INLINE inline __attribute__((always_inline))
 
-constexpr int LANES = 16;  // float32 values in one vector
-typedef float f32v __attribute__((vector_size(64)));
-typedef int32_t i32v __attribute__((vector_size(64)));
-typedef uint32_t u32v __attribute__((vector_size(64)));
-typedef uint16_t u16v __attribute__((vector_size(32)));
+// float32 values in one vector, and vectors that fit into registers.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, NUM_REGISTERS = 32;
+#else
+constexpr int LANES = 8, NUM_REGISTERS = 16;
+#endif
+typedef float f32v __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32v __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32v __attribute__((vector_size(4 * LANES)));
+typedef uint16_t u16v __attribute__((vector_size(2 * LANES)));
 
 struct bf16 {
     uint16_t bits;
@@ -53,6 +58,11 @@ INLINE f32v load(const bf16 *p) {
     memcpy(&raw, p, sizeof raw);
     return (f32v)(__builtin_convertvector(raw, u32v) << 16);
 }
+template <class V> INLINE V load_as(const float *p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 INLINE void store(float *p, f32v v) { memcpy(p, &v, sizeof v); }
 INLINE u16v round_bits(f32v v) {
     u32v bits = (u32v)v;
@@ -80,18 +90,16 @@ template <class T> INLINE f32v rounded(f32v v);
 template <> INLINE f32v rounded<float>(f32v v) { return v; }
 template <> INLINE f32v rounded<bf16>(f32v v) { return (f32v)(__builtin_convertvector(round_bits(v), u32v) << 16); }
 
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
 INLINE float sum(f32v v) {
-    typedef float f32x8 __attribute__((vector_size(32)));
-    typedef float f32x4 __attribute__((vector_size(16)));
-    f32x8 low, high;
-    memcpy(&low, &v, 32);
-    memcpy(&high, (const char *)&v + 32, 32);
-    low += high;
-    f32x4 a, b;
-    memcpy(&a, &low, 16);
-    memcpy(&b, (const char *)&low + 16, 16);
-    a += b;
-    return (a[0] + a[2]) + (a[1] + a[3]);
+    f32x8 eight[LANES / 8];
+    memcpy(eight, &v, sizeof v);
+    if (LANES == 16) eight[0] += eight[LANES / 8 - 1];
+    f32x4 four[2];
+    memcpy(four, eight, sizeof four);
+    four[0] += four[1];
+    return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
 // Memory of the calling thread that is reused from call to call; 64-byte aligned. Slot: one of few uses in a call.
@@ -107,33 +115,45 @@ template <int SLOT> INLINE void *scratch(size_t bytes) {
     return block;
 }
 
-// The thread team is the one torch uses: its OpenMP runtime is handed over at load (native.py), so that
-// torch.set_num_threads counts here too and no second pool of spinning threads exists.
-typedef void (*ParallelFn)(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
-extern ParallelFn team_parallel;
-extern int (*team_size)();
+// Fewer values than this are read or made faster by one thread than by a team (1 to 2 us to gather).
+constexpr long MIN_TEAM_VALUES = 16 << 10;
 
-// body(i) for i in [0, tasks), spread over the team; tasks are taken one by one, so a late thread takes fewer.
+// The team (native.cpp) has as many threads as torch is set to use. The caller is thread 0; the others help if they come
+// in time and are not waited for otherwise, so any subset of threads that runs `body` must get all work done.
+constexpr long MAX_THREADS = 64;
+long team_size();
+void team_run(long threads, void (*body)(void *data, long thread), void *data);
+
+// body(i) for i in [0, tasks). Each thread has a range and takes its tasks in order, then those left in others' ranges:
+// memory is read in long runs, and a late or slow thread does less.
 template <class Body> INLINE void parallel_for(long tasks, bool worth_a_team, const Body &body) {
-    long threads = worth_a_team && team_parallel ? team_size() : 1;
+    long threads = worth_a_team ? team_size() : 1;
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (threads > tasks) threads = tasks;
     if (threads <= 1) {
         for (long i = 0; i < tasks; i++) body(i);
         return;
     }
+    struct alignas(64) Range {
+        long next, last;
+    };
     struct Job {
         const Body *body;
-        long tasks;
-        alignas(64) long next;
-    } job = {&body, tasks, 0};
-    team_parallel(
-        [](void *data) {
+        long threads;
+        Range ranges[MAX_THREADS];
+    } job;
+    job.body = &body;
+    job.threads = threads;
+    for (long i = 0; i < threads; i++) job.ranges[i] = {tasks * i / threads, tasks * (i + 1) / threads};
+    team_run(
+        threads,
+        [](void *data, long thread) {
             Job *job = (Job *)data;
-            for (;;) {
-                long i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-                if (i >= job->tasks) return;
-                (*job->body)(i);
+            for (long i = 0; i < job->threads; i++) {
+                Range &range = job->ranges[(thread + i) % job->threads];
+                for (long task; (task = __atomic_fetch_add(&range.next, 1, __ATOMIC_RELAXED)) < range.last;)
+                    (*job->body)(task);
             }
         },
-        &job, unsigned(threads), 0);
+        &job);
 }
