@@ -1,0 +1,96 @@
+"""Graphs for pass tests: small functions traced as models are, and tiny models run before and after rewriting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.support.captured import Sequences, kv_planes, weight_values
+from torch import Tensor, fx, nn
+from torch.export import Dim
+from transformers import PreTrainedModel
+
+from ostinato.graph.capture import CapturedGraph
+from ostinato.ops.weight_expr import evaluate
+from ostinato.passes.proof import in_float64
+from ostinato.passes.remove_noops import RemoveNoops
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def trace(
+    function: Callable[..., Any],
+    *tensors: Tensor,
+    tokens_dim: dict[int, int] | None = None,
+    clean: bool = True,
+) -> fx.GraphModule:
+    """Trace `function` of `tensors`; argument i has its symbolic token count in dimension `tokens_dim[i]`.
+
+    Without `tokens_dim`, dimension 0 of the first argument is symbolic. `clean` runs the clean-up that comes first in
+    the pipeline.
+    """
+    dims = {0: 0} if tokens_dim is None else tokens_dim
+    tokens = Dim("T", min=1, max=8192)
+    shapes = tuple({dims[i]: tokens} if i in dims else None for i in range(len(tensors)))
+    with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        exported = torch.export.export(_Function(function), tensors, strict=False, dynamic_shapes=(shapes,))
+    graph_module = exported.graph_module
+    if clean:
+        RemoveNoops()(graph_module)
+    return graph_module
+
+
+def ops(graph_module: fx.GraphModule) -> Counter[str]:
+    """Short operator name -> number of calls."""
+    calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+    return Counter(str(node.target).split(".")[1] if "." in str(node.target) else "getitem" for node in calls)
+
+
+def name_weights(graph_module: fx.GraphModule, *places: int) -> None:
+    """Make the placeholders at `places` weights that can be merged."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for place in places:
+        placeholders[place].meta["weight"] = ["load", placeholders[place].name]
+
+
+def run_step(
+    graph_module: fx.GraphModule,
+    model: PreTrainedModel,
+    captured: CapturedGraph,
+    lengths: list[int],
+    *,
+    in_double: bool = False,
+) -> list[Tensor]:
+    """Logits of every row and the KV planes after one step of new sequences of `lengths` tokens.
+
+    `in_double` runs the same graph in float64, whatever the types of its casts.
+    """
+    values = weight_values(model, captured)
+    seed = torch.Generator().manual_seed(3)
+    sequences = Sequences([torch.randint(4, 300, (n,), generator=seed).tolist() for n in lengths])
+    step = sequences.step(dict(enumerate(lengths)))
+    planes = [torch.zeros_like(p) for p in kv_planes(captured, sequences.num_blocks, model.dtype)]
+    weights = [
+        evaluate(node.meta["weight"], values.__getitem__)
+        for node in graph_module.graph.nodes
+        if node.op == "placeholder" and node.meta["role"] == "weight"
+    ]
+    if in_double:
+        weights, planes = [_double(w) for w in weights], [_double(p) for p in planes]
+    with torch.no_grad():
+        run = in_float64(graph_module) if in_double else graph_module
+        (logits,) = run(*weights, *step, *planes)
+    return [logits, *planes]
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
