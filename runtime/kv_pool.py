@@ -22,7 +22,7 @@ from ostinato.runtime.vmm import VmmDriver, VmmError, VmmOutOfMemory
 log = logging.getLogger(__name__)
 
 DEFAULT_STEP_BYTES = 16 << 20
-"""Bytes of one step of growth, all planes together: 4 ms on a host (0.25 ms per MiB), 0.1 ms on a GPU."""
+"""Bytes of one step of growth, all planes together: 6 ms on the host machine of docs/memory.md."""
 
 _MAX_BLOCKS = (1 << 31) - 1  # block tables are int32
 
@@ -166,8 +166,6 @@ class KVPool:
             if refusal_now is not None:
                 refusal = refusal_now
                 break
-        if refusal is not None and self._stopped_by is None:
-            log.info("KV memory stays at %d blocks (%d asked): %s", self._committed, num_blocks, refusal)
         self._stopped_by = refusal
         return self._committed
 

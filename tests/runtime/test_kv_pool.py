@@ -115,16 +115,13 @@ def test_growth_stops_at_the_capacity_without_an_error():
     assert pool.stopped_by is None
 
 
-def test_growth_stops_where_memory_less_the_headroom_ends_and_goes_on_later(tmp_path, caplog):
+def test_growth_stops_where_memory_less_the_headroom_ends_and_goes_on_later(tmp_path):
     free_memory(tmp_path, 100.02)
     pool = small_pool(HostVmm(4096), limits=MemoryLimits(100 * MIB, tmp_path))
     assert pool.commit(16) == 16  # 16 KiB of 20 KiB
     free_memory(tmp_path, 100.005)
-    with caplog.at_level(logging.INFO):
-        assert pool.commit(40) == 16
-        assert pool.commit(40) == 16
+    assert pool.commit(40) == 16
     assert pool.stopped_by == "24576 bytes needed, 5120 may be taken (headroom 104857600 bytes)"
-    assert caplog.text.count("KV memory stays at 16 blocks (40 asked)") == 1  # not with every step
     free_memory(tmp_path, 200)
     assert pool.commit(40) == 40
     assert pool.stopped_by is None

@@ -105,6 +105,7 @@ def test_a_container_that_sees_its_own_group_as_the_top_finds_it(tmp_path):
 def test_a_container_with_a_path_from_outside_reads_the_top(tmp_path):
     root = machine(tmp_path, own="0::/../other\n", mounts=V2.format(root="/docker/abc"))
     group_v2(root / "sys/fs/cgroup", limit=GIB, used=GIB // 4)
+    group_v2(root / "sys/other", limit=1)  # where the path would lead if it were followed from the mount
     assert MemoryLimits(root=root).read()[:2] == (GIB, GIB - GIB // 4)
 
 
