@@ -260,7 +260,7 @@ class KVPool:
         if held:
             kept = sum(buffer.physical_bytes for buffer in held)
             log.warning(
-                "KV pool closed, but tensors still hold %d MiB; drop the planes to free it", kept >> 20
+                "KV pool closed, but tensors still hold %.1f MiB; drop the planes to free it", kept / 2**20
             )
         return not held
 
