@@ -3,7 +3,7 @@
     python benchmarks/kv_memory.py
 
 Rows: milliseconds of one step of growth (4, 16 and 64 MiB over all planes), and per MiB of the first touch
-and of giving back. The baseline is an ordinary torch allocation of the same bytes, which cannot grow in place.
+and of giving back. The baseline is a torch allocation of the same bytes, which cannot grow in place.
 """
 
 from __future__ import annotations
