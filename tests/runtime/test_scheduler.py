@@ -212,6 +212,7 @@ def test_prompt_logprobs_ask_for_every_prompt_row_once_and_do_not_read_the_cache
     before = len(device.plans)
     device.add("b", prompt, max_tokens=2, prompt_logprobs=0)
     device.run()
+    assert (device.scheduler.counters.prefix_queries, device.scheduler.counters.prompt_tokens) == (100, 200)
     entries = [p.entries[0] for p in device.plans[before:]]
     assert [(e.start, e.logits_from, e.num_logit_rows, e.prompt_logit_rows) for e in entries] == [
         (0, 0, 64, range(64)),

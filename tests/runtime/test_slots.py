@@ -1,4 +1,4 @@
-"""Who goes first: bounded waits, priorities, preemption, growth, and what happens when memory is short."""
+"""Who goes first: bounded waits, priorities, and preemption when slots or blocks are short."""
 
 import random
 from itertools import pairwise
@@ -6,16 +6,7 @@ from itertools import pairwise
 import pytest
 
 from ostinato.runtime.slots import MAX_OVERTAKEN
-from tests.support.fake_device import FakeDevice
-
-
-def assert_right(device: FakeDevice, *names: str) -> None:
-    """Each answer is what the model says to the prompt alone, and complete."""
-    for name in names or device.clients:
-        client = device.clients[name]
-        assert client.finish == "length", (name, client.finish, client.error)
-        assert client.tokens == device.expected(name, len(client.tokens)), name
-    assert device.pool.num_held == 0
+from tests.support.fake_device import FakeDevice, assert_right
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_prefill():
@@ -199,13 +190,13 @@ def test_a_prefill_of_a_better_priority_does_not_share_with_shorter_ones_behind_
 
 
 def test_admission_leaves_one_spare_block_per_running_sequence():
-    device = FakeDevice(blocks=4, block_tokens=4, prefix_cache=False)
-    device.add("a", 8, max_tokens=5)
+    device = FakeDevice(blocks=5, block_tokens=4, prefix_cache=False)
+    device.add("a", 8, max_tokens=10)
     device.step()
-    device.add("b", 8, max_tokens=5)  # two blocks are free; the first will need one of them
+    device.add("b", 12, max_tokens=5)  # three blocks are free; the first will need one of them
     device.run()
     assert device.scheduler.counters.preemptions == 0
-    assert device.clients["b"].first_step == 6
+    assert device.clients["b"].first_step == 11
     assert_right(device)
 
 
@@ -230,6 +221,17 @@ def test_a_decode_pauses_rather_than_take_what_a_prefill_ranked_before_it_was_pr
     assert len(pauses) == 1
     assert pauses[0][1] == device.clients["long"].first_step + 1
     assert device.scheduler.counters.preemptions == 0
+    assert_right(device)
+
+
+def test_a_shorter_prompt_does_not_take_what_the_first_ranked_was_promised():
+    device = FakeDevice(blocks=17, block_tokens=4, budget=6, prefix_cache=False)
+    device.add("q0", 3, max_tokens=40)
+    device.add("q1", 2, max_tokens=40)
+    device.add("long", 30, max_tokens=1)
+    device.add("shorter", 16, max_tokens=1)
+    device.run()
+    assert device.clients["long"].first_step == 12
     assert_right(device)
 
 
@@ -314,64 +316,21 @@ def test_a_victim_in_flight_gives_its_blocks_when_its_step_is_settled():
     assert_right(device)
 
 
-def test_growth_is_asked_for_ahead_of_need_and_counts_free_blocks_only():
-    device = FakeDevice(blocks=4, capacity=100, block_tokens=4, max_running=4)
-    assert device.scheduler.blocks_wanted() == 0
-    device.add("a", 40, max_tokens=20)
-    assert device.scheduler.blocks_wanted() == 10 + 1 - 4
-    while device.scheduler.has_work:
-        device.pool.grow_to(device.pool.committed + device.scheduler.blocks_wanted())
-        device.step()
+def test_blocks_that_come_back_with_a_step_in_flight_are_waited_for_before_anyone_is_struck():
+    device = FakeDevice(blocks=10, block_tokens=4, max_in_flight=2, prefix_cache=False)
+    for name in ("low0", "low1"):
+        device.add(name, 12, priority=1, max_tokens=4)
+    device.launch()
+    device.abort("low1")
+    device.add("high", 15, priority=0, max_tokens=1)
+    assert [e.request_id for e in device.launch().entries] == ["low0"]
+    device.settle()
+    assert [e.request_id for e in device.launch().entries] == ["low0", "high"]
+    device.settle()
+    device.settle()
+    device.run()
     assert device.scheduler.counters.preemptions == 0
-    assert device.pool.num_cached == 14
-    device.add("b", 24)
-    assert device.scheduler.blocks_wanted() == 6 + 1 - device.pool.num_free  # cached blocks are not counted
-    device.run()
-    assert_right(device)
-
-
-def test_growth_stops_at_the_capacity():
-    device = FakeDevice(blocks=4, capacity=8, block_tokens=4)
-    for index in range(3):
-        device.add(f"r{index}", 20)
-    assert device.scheduler.blocks_wanted() == 4
-
-
-def test_known_prefixes_do_not_ask_for_growth():
-    device = FakeDevice(blocks=20, capacity=100, block_tokens=4)
-    prompt = tuple(range(500, 540))
-    device.add("a", prompt)
-    device.run()
-    for index in range(4):
-        device.add(f"r{index}", (*prompt, index))
-    assert device.scheduler.blocks_wanted() == max(0, 4 * 2 - device.pool.num_free)
-
-
-def test_refused_growth_ends_only_the_request_that_cannot_be_served():
-    device = FakeDevice(blocks=4, capacity=100, block_tokens=4)
-    device.add("huge", 100)
-    device.add("endless", 4, max_tokens=1000)
-    device.add("small", 4, max_tokens=3)
-    device.run()
-    huge, endless = device.clients["huge"], device.clients["endless"]
-    assert huge.finish == "error"
-    assert huge.error.startswith(
-        "KV memory is full: 100 tokens and the next need 26 blocks of 4 tokens, 4 are committed"
-    )
-    assert (endless.finish, len(endless.tokens)) == ("error", 13)  # 16 tokens of KV, the last one not fed
-    assert endless.tokens == device.expected("endless", 13)
-    assert_right(device, "small")
-    assert not device.scheduler.has_work
-
-
-def test_a_request_that_only_waits_for_growth_is_not_ended():
-    device = FakeDevice(blocks=4, capacity=100, block_tokens=4)
-    device.add("huge", 100)
-    assert device.scheduler.next_plan(growth_pending=True) is None
-    assert device.scheduler.take_ended() == []
-    device.pool.grow_to(40)
-    device.run()
-    assert_right(device)
+    assert_right(device, "low0", "high")
 
 
 def test_sequences_that_share_all_their_blocks_are_struck_together():

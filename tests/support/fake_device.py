@@ -184,3 +184,12 @@ class FakeDevice:
             client.first_step = client.first_step or step
         client.finish, client.error = outcome.finish_reason, outcome.error
         client.cached_tokens = outcome.cached_tokens
+
+
+def assert_right(device: FakeDevice, *names: str) -> None:
+    """Each answer is what the model says to the prompt alone, and complete."""
+    for name in names or device.clients:
+        client = device.clients[name]
+        assert client.finish == "length", (name, client.finish, client.error)
+        assert client.tokens == device.expected(name, len(client.tokens)), name
+    assert device.pool.num_held == 0
