@@ -1,0 +1,58 @@
+"""Compile one variant of each Triton kernel for sm_90, without a GPU: python -m tests.support.compile_kernels
+
+Prints a line per kernel.  It wants a process of its own: TRITON_INTERPRET, set by other tests, replaces the
+compiler.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ostinato.ops import (
+    add_rms_norm,
+    gelu_tanh_mul,
+    kv_write,
+    paged_attention,
+    rms_norm,
+    rope_kv_write,
+    silu_mul,
+)
+
+INDEX = {"slots": "*i64", "block_tables": "*i32", "seq_lens": "*i32", "query_start": "*i32"}
+SCALARS = dict.fromkeys(("eps", "offset", "scale", "softcap"), "fp32")
+TENSORS = {"gate", "up", "x", "residual", "weight", "normed", "total", "q", "k", "v", "cos", "sin"}
+TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "out"}
+HEADS = {"D": 96, "E": 64, "B": 16}
+CONSTANTS: dict[ModuleType, dict[str, Any]] = {
+    silu_mul: {"BLOCK": 1024},
+    gelu_tanh_mul: {"BLOCK": 1024},
+    rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024},
+    add_rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024},
+    kv_write: {"B": 16, "BLOCK": 128},
+    rope_kv_write: HEADS
+    | {"H": 4, "G": 2, "R": 64, "NORM_Q": True, "NORM_K": False, "ROUND_FIRST": True, "INTERLEAVED": False}
+    | {"BLOCK": 128},
+    paged_attention: HEADS
+    | {"H": 6, "GROUP": 3, "WINDOW": 64, "SOFTCAP": True, "QUERIES": 5, "BLOCK_M": 16, "BLOCK_N": 64}
+    | {"BLOCK_D": 128, "BLOCK_E": 64, "FLOAT32_DOT": False},
+}
+
+
+def compile_for_hopper(module: ModuleType) -> int:
+    """Size of the cubin in bytes."""
+    names, constants = module._kernel.arg_names, CONSTANTS[module]
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(TENSORS & set(names), "*bf16")
+    types |= {name: kind for name, kind in (INDEX | SCALARS).items() if name in names}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        module._kernel, signature=types, constexprs={(names.index(name),): v for name, v in constants.items()}
+    )
+    return len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])
+
+
+if __name__ == "__main__":
+    for op in CONSTANTS:
+        print(op.__name__, compile_for_hopper(op), flush=True)
