@@ -61,6 +61,8 @@ async def stream_events(
 
 async def _open(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers=_HEADERS)
+    if request.version >= (1, 1):
+        response.enable_chunked_encoding()  # aiohttp would do so too, without saying so in `chunked`
     await response.prepare(request)
     watched = connection_of(request)
     if watched is not None and watched.probe is not None:

@@ -16,9 +16,11 @@ from aiohttp import web
 from ostinato.errors import ConfigError
 from ostinato.runtime.client_watch import WatchedConnection
 from ostinato.runtime.config import ServerConfig
+from ostinato.runtime.server_state import STATE
 
 log = logging.getLogger(__name__)
 
+HANDLER_WAIT_S = 0.5  # after the drain only clients that do not read are left
 _BACKLOG = 1024  # connections that wait for accept; a load tester opens hundreds at once
 
 
@@ -51,19 +53,18 @@ async def serve(
 ) -> None:
     """Serve on a socket of `listen` until SIGTERM, SIGINT or `stop`; drain (`server.drain_s`), return.
 
-    A second signal ends the drain at once.  `on_ready` gets the base URL when requests can be answered; what
+    A second signal aborts what still runs at once.  `on_ready` gets the base URL when requests can be answered; what
     `EngineClient.start` raises goes to the caller.
     """
     stop = stop or asyncio.Event()
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if stop.is_set() and task is not None:
-            task.cancel()
+        app[STATE].hurries = stop.is_set()
         stop.set()
 
     handled = [number for number in (signal.SIGTERM, signal.SIGINT) if _try_handle(loop, number, on_signal)]
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)  # the app's own drain comes first
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=HANDLER_WAIT_S)
     try:
         await runner.setup()
         make_protocol = runner.server

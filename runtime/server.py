@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: probes and scrapers have none
+CLIENT_LEFT = 499  # before it had an answer; nginx counts it so
 ABORT_WAIT_S = 5.0  # for aborted requests to be answered
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _REQUEST_ID: web.RequestKey[str] = web.RequestKey("ostinato_request_id", str)
@@ -90,6 +91,7 @@ def make_app(
     )
     app.cleanup_ctx.append(_engine_lifetime)
     app.on_shutdown.append(drain)
+    app.on_response_prepare.append(_name_request)
     return app
 
 
@@ -109,16 +111,16 @@ async def drain(app: web.Application) -> None:
     state.draining = True
     if state.live:
         log.info("shutting down: %d sequences get %g s to finish", len(state.live), state.config.drain_s)
-    if await _idle_within(state, state.config.drain_s):
+    if await _idle_within(state, state.config.drain_s, lambda: state.hurries):
         return
-    log.warning("shutting down: aborting %d sequences after %g s", len(state.live), state.config.drain_s)
+    log.warning("shutting down: aborting %d sequences", len(state.live))
     await state.engine.abort(list(state.live))
-    await _idle_within(state, ABORT_WAIT_S)
+    await _idle_within(state, ABORT_WAIT_S, lambda: False)
 
 
-async def _idle_within(state: ServerState, seconds: float) -> bool:
+async def _idle_within(state: ServerState, seconds: float, gives_up: Callable[[], bool]) -> bool:
     end = time.monotonic() + seconds
-    while state.live and time.monotonic() < end:
+    while state.live and time.monotonic() < end and not gives_up():
         await asyncio.sleep(0.01)
     return not state.live
 
@@ -129,12 +131,12 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     given = request.headers.get("X-Request-Id", "")
     request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
     request[_REQUEST_ID] = request_id
-    started, status = time.monotonic(), 499  # 499: the client left before an answer, as nginx counts it
+    started, status = time.monotonic(), CLIENT_LEFT
     try:
         response = await handler(request)
         status = response.status
     except ConnectionError:
-        raise
+        return web.Response(status=CLIENT_LEFT)  # goes nowhere; raised, aiohttp would log it as our failure
     except Exception as error:  # border: whatever goes wrong becomes one error body
         response = _error_response(error, request)
         status = response.status
@@ -147,9 +149,12 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
             log.debug(
                 "%s %s %d %.1f ms id=%s", request.method, request.path[:200], status, took_ms, request_id
             )
-    if not response.prepared:
-        response.headers["X-Request-Id"] = request_id
     return response
+
+
+async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
+    if (request_id := request.get(_REQUEST_ID)) is not None:
+        response.headers["X-Request-Id"] = request_id
 
 
 def _error_response(error: Exception, request: web.Request) -> web.Response:

@@ -27,6 +27,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     live: set[str] = field(default_factory=set)  # engine request ids being generated
     draining: bool = False
+    hurries: bool = False  # a second signal came: the drain ends now
 
     @property
     def model(self) -> str:

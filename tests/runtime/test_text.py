@@ -217,7 +217,8 @@ import ostinato.runtime.server, ostinato.runtime.serve_app
 from ostinato.runtime.text import TextFrontEnd
 text = TextFrontEnd.load(Path({str(folder)!r}))
 text.encode_chat([{{"role": "user", "content": "x"}}])
-print([m for m in sys.modules if m.split(".")[0] in ("torch", "triton") or m.startswith("transformers.models")])
+names = sys.modules
+print([m for m in names if m.split(".")[0] in ("torch", "triton") or m.startswith("transformers.models")])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -34,7 +35,7 @@ class Served:
     async def post(self, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
         """Status and JSON of one POST."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.http.post(self.url + path, data=raw, headers=headers) as response:
+        async with self.http.post(self.url + path, data=BytesIO(raw), headers=headers) as response:
             return response.status, json.loads(await response.read(), parse_constant=_not_json)
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
