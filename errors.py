@@ -11,7 +11,7 @@ EngineError
 │   ├── ModelNotFound    the request names a model that is not served
 │   ├── Overloaded       the queue is full; try again later
 │   └── RequestAborted   the request was cancelled
-├── OutOfBlocks          the KV pool cannot give another block (the scheduler's business; never reaches a client)
+├── OutOfBlocks          the KV pool cannot give another block (never reaches a client)
 └── EngineDead           the engine process has ended; no request can be served
 """
 

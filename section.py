@@ -4,6 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One group of settings. Each field is declared once; flags, file, server and Python calls are views of it."""
+    """One group of settings, each declared once; flags, file, server and Python calls are views of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

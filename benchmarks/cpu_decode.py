@@ -1,10 +1,12 @@
-"""Decode and prefill of the demo model on a CPU against transformers, in one run: same threads, same number type.
+"""Decode and prefill of the demo model on a CPU against transformers, in one run: same threads, same number
+type.
 
     python benchmarks/cpu_decode.py MODEL.gguf [--dtype float32 bfloat16] [--threads 2]
 
-Rows: cpu_decode_tok_s_b1 and _b8 (whole steps of the engine's program, greedy, context about 64), the same through
-transformers' `generate`, prefill of 512 tokens for both, and the share of the machine's read bandwidth that decode
-reaches at batch 1 (bytes of all weights per token). Runs are interleaved; figures are medians.
+Rows: cpu_decode_tok_s_b1 and _b8 (whole steps of the engine's program, greedy, context about 64), the same
+through transformers' `generate`, prefill of 512 tokens for both, and the share of the machine's read
+bandwidth that decode reaches at batch 1 (bytes of all weights per token). Runs are interleaved; figures are
+medians.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from benchmarks.record import Row, write_record
 from torch import Tensor
 
-from benchmarks.record import Row, write_record
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import LoadedModel, load_artifact
 from ostinato.runtime.compile import compile_model
@@ -35,7 +37,9 @@ class Ours:
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
         dtype = getattr(torch, model.facts.dtype)
-        shapes = [(layer.kv_heads, size) for layer in model.facts.kv_layers for size in (layer.k_size, layer.v_size)]
+        shapes = [
+            (layer.kv_heads, size) for layer in model.facts.kv_layers for size in (layer.k_size, layer.v_size)
+        ]
         self.planes = [torch.zeros(512, BLOCK, heads, size, dtype=dtype) for heads, size in shapes]
 
     def step(self, ids: Tensor, start: int) -> Tensor:
@@ -106,20 +110,26 @@ def measure(model_path: Path, dtype: str) -> list[Row]:
                 samples[name].append(batch * NEW_TOKENS / run(ids)[0])
         speeds[batch] = statistics.median(samples["ours"])
         base = statistics.median(samples["theirs"])
-        rows.append(Row.of(f"cpu_decode_tok_s_b{batch}_{dtype}", samples["ours"], "tok/s", base, "transformers generate"))
+        rows.append(
+            Row.of(
+                f"cpu_decode_tok_s_b{batch}_{dtype}", samples["ours"], "tok/s", base, "transformers generate"
+            )
+        )
     rows.append(Row.of(f"cpu_decode_b8_over_b1_{dtype}", [speeds[8]], "tok/s", speeds[1], "own batch 1"))
     ids = torch.randint(1000, 40000, (1, PREFILL), generator=generator)
     prefill: dict[str, list[float]] = {"ours": [], "theirs": []}
     for _ in range(ROUNDS):
         prefill["ours"].append(PREFILL / timed(lambda: ours.step(ids, 0)))
         prefill["theirs"].append(PREFILL / timed(lambda: theirs(ids, use_cache=True, logits_to_keep=1)))
+    base = statistics.median(prefill["theirs"])
     rows.append(
-        Row.of(f"cpu_prefill_512_tok_s_{dtype}", prefill["ours"], "tok/s", statistics.median(prefill["theirs"]),
-               "transformers forward")
-    )  # fmt: skip
+        Row.of(f"cpu_prefill_512_tok_s_{dtype}", prefill["ours"], "tok/s", base, "transformers forward")
+    )
     bytes_per_token = ours.model.manifest.weights_bytes
     reach = [speeds[1] * bytes_per_token / 1e9]
-    rows.append(Row.of(f"cpu_decode_read_gb_s_b1_{dtype}", reach, "GB/s", read_bandwidth(), "torch.sum over 1 GiB"))
+    rows.append(
+        Row.of(f"cpu_decode_read_gb_s_b1_{dtype}", reach, "GB/s", read_bandwidth(), "torch.sum over 1 GiB")
+    )
     return rows
 
 

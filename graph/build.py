@@ -52,8 +52,8 @@ def build_model(config: Any, dtype: torch.dtype, hooks: CaptureHooks) -> BuiltMo
     model_class = getattr(transformers, architecture, None)
     if model_class is None or not architecture.endswith("ForCausalLM"):
         raise ModelError(
-            f"config.json: architectures={config.architectures!r}: only causal language models that transformers "
-            f"{transformers.__version__} defines (names that end in ForCausalLM) can be compiled"
+            f"config.json: architectures={config.architectures!r}: only causal language models that "
+            f"transformers {transformers.__version__} defines (names that end in ForCausalLM) can be compiled"
         )
     config.use_cache = False
     _refuse_length_dependent_rope(config.to_dict())
@@ -81,7 +81,7 @@ def build_model(config: Any, dtype: torch.dtype, hooks: CaptureHooks) -> BuiltMo
 
 
 def _refuse_length_dependent_rope(config: Any, where: str = "config.json") -> None:
-    """Dynamic NTK and LongRoPE pick their frequencies by the length of the sequence; a batch has many lengths."""
+    """Dynamic NTK and LongRoPE choose frequencies by the sequence length, of which a batch has many."""
     if isinstance(config, dict):
         kind = config.get("rope_type") or config.get("type")
         if kind in ("dynamic", "longrope"):
@@ -99,7 +99,9 @@ def _architecture(config: Any) -> str:
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is None:
-        raise ModelError(f"config.json: model_type={config.model_type!r} has no causal language model in transformers")
+        raise ModelError(
+            f"config.json: model_type={config.model_type!r} has no causal language model in transformers"
+        )
     return str(name if isinstance(name, str) else name[0])
 
 

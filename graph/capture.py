@@ -1,4 +1,4 @@
-"""Trace a built model into one FX graph: symbolic token count, KV planes as mutated arguments, weights as inputs."""
+"""Trace a built model into one FX graph: symbolic token count, mutated KV planes, weights as inputs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class _Step(nn.Module):
         self._hooks = hooks
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor,
-        query_start: Tensor, logit_rows: Tensor, kv: list[Tensor] | None,
+        self, token_ids: Tensor, positions: Tensor, slot_mapping: Tensor, block_tables: Tensor, seq_lens:
+        Tensor, query_start: Tensor, logit_rows: Tensor, kv: list[Tensor] | None,
     ) -> Tensor:  # fmt: skip
         self._hooks.begin(slot_mapping, block_tables, seq_lens, query_start, kv)
         out = self.model(
@@ -121,7 +121,7 @@ def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.expo
         "kv": [{0: num_blocks} for _ in planes],
     }
     try:
-        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             return torch.export.export(step, (*inputs, planes), strict=False, dynamic_shapes=shapes)
     except ModelError:
         raise
@@ -155,7 +155,9 @@ def _name_weights(
             target = f"constant:{target}"
             constants[target] = value
         elif target not in built.params and target not in built.tied:
-            raise CompileError(f"{type(built.model).__name__}: traced tensor {spec.target} is not a parameter")
+            raise CompileError(
+                f"{type(built.model).__name__}: traced tensor {spec.target} is not a parameter"
+            )
         target = built.tied.get(target, target)
         if target in seen:
             node.replace_all_uses_with(seen[target])

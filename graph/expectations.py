@@ -1,7 +1,7 @@
 """How often each pass must match, counted from the unfused graph and the modules that made it.
 
-The counts look for one tell-tale operator per construct (an RMSNorm has one rsqrt, a gated MLP one activation that
-is multiplied), never for a whole pattern, so that a pass which misses a spelling is found out.
+The counts look for one tell-tale operator per construct (an RMSNorm has one rsqrt, a gated MLP one activation
+that is multiplied), never for a whole pattern, so that a pass which misses a spelling is found out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def expected_matches(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
 def _is_inverse_root(node: fx.Node) -> bool:
     if node.target == aten.rsqrt.default:
         return True
-    return node.target == aten.pow.Tensor_Scalar and node.args[1] == -0.5
+    return bool(node.target == aten.pow.Tensor_Scalar and node.args[1] == -0.5)
 
 
 def _is_gelu_tanh(node: fx.Node) -> bool:

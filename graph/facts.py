@@ -1,4 +1,4 @@
-"""What a model is, as numbers: read from its config and its traced graph, stored in the artifact. No transformers here."""
+"""What a model is, as numbers, from its config and traced graph. No transformers here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class ModelFacts(Section):
     attention: tuple[AttentionFact, ...]
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    expected_matches: dict[str, int] = Field(default_factory=dict, description="pass name -> matches it must reach")
+    expected_matches: dict[str, int] = Field(
+        default_factory=dict, description="pass name -> matches it must reach"
+    )
 
     def kv_token_bytes(self, itemsize: int) -> int:
         """Bytes of KV that one token takes in all layers."""

@@ -1,8 +1,8 @@
-"""Hooks into transformers' own interfaces: attention, masks and experts become ostinato ops while a model is traced.
+"""Hooks into transformers' interfaces: attention, masks and experts become ostinato ops while traced.
 
-Nothing is guessed. The window of a layer comes from the mask that transformers itself asked for (its mask function
-is probed and must equal a causal window); scale and softcap come with the attention call; a layer whose keys are
-another layer's keys shares that layer's KV planes. What cannot be carried is refused by name.
+Nothing is guessed. The window of a layer comes from the mask that transformers itself asked for (its mask
+function is probed and must equal a causal window); scale and softcap come with the attention call; a layer
+whose keys are another layer's keys shares that layer's KV planes. What cannot be carried is refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ IMPLEMENTATION = "ostinato"
 
 # Keyword arguments that reach attention functions and do not change its math in a single-row, no-cache call.
 _HARMLESS = {
-    "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
+    "return_dict",
     "is_causal", "cache_position", "position_embeddings", "num_items_in_batch", "logits_to_keep", "cache",
     "past_key_values",
 }  # fmt: skip
@@ -98,8 +99,9 @@ class CaptureHooks:
                 got = mask_function(zero, zero, query, key)
                 if not torch.equal(torch.as_tensor(got).expand_as(want), want):
                     raise ModelError(
-                        f"attention mask of {type(kwargs.get('config')).__name__} is not a causal mask with a sliding "
-                        f"window (window {window or 'none'}); chunked and bidirectional masks cannot be served"
+                        f"attention mask of {type(kwargs.get('config')).__name__} is not causal with a "
+                        f"sliding window (window {window or 'none'}); chunked and bidirectional masks "
+                        "cannot be served"
                     )
         return MaskFact(window)
 
@@ -167,7 +169,7 @@ class CaptureHooks:
                                 ("is_concatenated", True), ("has_post_expert_norm", False))
             if getattr(module, flag, plain) is not plain
         ]  # fmt: skip
-        if unusual or type(module)._apply_gate is not _default_apply_gate:
+        if unusual or getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
             raise ModelError(
                 f"{name}: experts with {', '.join(unusual) or 'their own gate'} cannot be carried yet"
             )

@@ -1,8 +1,8 @@
 """Mixture of experts with gated SiLU: sum over a token's k experts of weight * down(silu(gate(x)) * up(x)).
 
-Shapes: T tokens, D model width, E experts, F expert width, K experts per token.  gate_up is [E, 2F, D] (gate rows
-first), down is [E, D, F], topk_index int64 [T, K] in 0..E (E: no expert), topk_weight [T, K].
-Types: fp16, bf16, fp32.  Rounding: products in the input type, the sum over experts in the input type, in expert order.
+Shapes: T tokens, D model width, E experts, F expert width, K experts per token.  gate_up is [E, 2F, D] (gate
+rows first), down is [E, D, F], topk_index int64 [T, K] in 0..E (E: no expert), topk_weight [T, K].
+Types: fp16, bf16, fp32.  Rounding: products and the sum over experts in the input type, in expert order.
 """
 
 import torch
@@ -14,7 +14,7 @@ def moe_experts_reference(
     x_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
     out = torch.zeros_like(x_TD)
-    for expert in index_TK.unique().tolist():
+    for expert in torch.unique(index_TK).tolist():
         if expert >= gate_up.shape[0]:
             continue
         token, place = torch.where(index_TK == expert)

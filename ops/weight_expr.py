@@ -57,7 +57,7 @@ def sources(expr: Expr) -> Iterator[str]:
 
 
 def evaluate(expr: Expr, read: Callable[[str], Tensor]) -> Tensor:
-    """Compute the packed tensor; `read(name)` gives one checkpoint tensor. An unknown word raises ValueError."""
+    """Compute the packed tensor; `read(name)` gives one checkpoint tensor. ValueError: unknown form."""
     match expr:
         case ["load", str(name)]:
             return read(name)

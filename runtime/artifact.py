@@ -54,10 +54,14 @@ class PassRecord(Section):
 
     name: str
     matched: int
-    expected: int | None = Field(description="least number of matches; None: nothing in the graph calls for it")
+    expected: int | None = Field(
+        description="least number of matches; None: nothing in the graph calls for it"
+    )
     refused: dict[str, int] = Field(default_factory=dict)
     milliseconds: float
-    proofs: tuple[str, ...] = Field((), description="checks of the rewrite on this model's shapes, with their errors")
+    proofs: tuple[str, ...] = Field(
+        (), description="checks of the rewrite on this model's shapes, with their errors"
+    )
 
 
 class Proof(Section):
@@ -104,7 +108,7 @@ class Manifest(Section):
 
 
 class LoadedModel:
-    """A model ready to run: `model(step_inputs, kv_planes)` gives logits [R, V] in the model's number type."""
+    """A model ready to run: `model(step_inputs, kv_planes)` gives logits [R, V] in its number type."""
 
     def __init__(self, folder: Path, manifest: Manifest, run: Bound) -> None:
         self.folder, self.manifest, self._run = folder, manifest, run
@@ -125,7 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such artifact folder; make one with compile-model SRC -o {folder}")
     if not path.is_file():
-        raise ArtifactError(f"{folder}: not an artifact (no {MANIFEST}); make one with compile-model SRC -o DIR")
+        raise ArtifactError(
+            f"{folder}: not an artifact (no {MANIFEST}); make one with compile-model SRC -o DIR"
+        )
     try:
         raw = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:
@@ -133,7 +139,8 @@ def read_manifest(folder: Path) -> Manifest:
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != SCHEMA:
         raise ArtifactError(
-            f"{path}: schema version {version}, this ostinato ({__version__}) reads {SCHEMA}; compile the model again"
+            f"{path}: schema version {version}, this ostinato ({__version__}) reads {SCHEMA}; "
+            "compile the model again"
         )
     try:
         return Manifest.model_validate(raw)
@@ -146,17 +153,21 @@ def read_manifest(folder: Path) -> Manifest:
 def check_fit(manifest: Manifest) -> None:
     """Raise ArtifactError with a readable diff when the artifact was made for another torch or machine."""
     here = this_target()
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     if manifest.torch != torch.__version__:
-        rows.append(("torch", manifest.torch, torch.__version__))
+        rows.append(("torch", manifest.torch, str(torch.__version__)))
     if manifest.target.device != here.device or manifest.target.machine != here.machine:
-        rows.append(("target", f"{manifest.target.device}/{manifest.target.machine}", f"{here.device}/{here.machine}"))
+        rows.append(
+            ("target", f"{manifest.target.device}/{manifest.target.machine}", f"{here.device}/{here.machine}")
+        )
     missing = sorted(set(manifest.target.features) - set(here.features))
     if missing:
         rows.append(("processor features", ", ".join(missing), "absent"))
     if rows:
         diff = "; ".join(f"{what}: artifact {theirs}, here {ours}" for what, theirs, ours in rows)
-        raise ArtifactError(f"artifact of {manifest.source} does not fit this machine ({diff}); compile the model here")
+        raise ArtifactError(
+            f"artifact of {manifest.source} does not fit this machine ({diff}); compile the model here"
+        )
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
@@ -167,9 +178,13 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise ArtifactError(f"{folder}: file {name} is missing; compile the model again")
         size = path.stat().st_size
         if size != record.bytes:
-            raise ArtifactError(f"{path}: {size} bytes, the manifest says {record.bytes}; compile the model again")
+            raise ArtifactError(
+                f"{path}: {size} bytes, the manifest says {record.bytes}; compile the model again"
+            )
         if hash_file(path) != record.digest:
-            raise ArtifactError(f"{path}: content does not match the manifest's hash; compile the model again")
+            raise ArtifactError(
+                f"{path}: content does not match the manifest's hash; compile the model again"
+            )
 
 
 def load_artifact(folder: Path, config: EngineConfig | None = None) -> LoadedModel:

@@ -27,7 +27,8 @@ class EngineClient(Protocol):
         """Return when the engine can serve; raise what went wrong otherwise."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts the request.
+        """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts the
+        request.
 
         Raises Overloaded when the queue is full, ContextTooLong, InvalidRequest, EngineDead.
         """

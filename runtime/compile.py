@@ -1,4 +1,5 @@
-"""`compile_model`: model folder -> traced graph -> passes -> program, kernels, packed weights -> artifact folder.
+"""`compile_model`: model folder -> traced graph -> passes -> program, kernels, packed weights -> artifact
+folder.
 
 The one place where graph and passes meet. Everything slow happens here; serving the result compiles nothing.
 """
@@ -60,12 +61,16 @@ Progress = Callable[[str, float], None]  # stage of STAGES, share of it that is 
 
 
 def compile_model(
-    source: str | Path, out: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None
+    source: str | Path,
+    out: str | Path,
+    config: EngineConfig | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Compile a model folder or GGUF file into the artifact folder `out`; return its manifest.
 
-    An artifact with the same key that is already there is kept. `out` is replaced as a whole at the end, so that a
-    reader, a second compile (which waits) or a kill never meets half an artifact.
+    An artifact with the same key that is already there is kept. `out` is replaced as a whole at the end, so
+    that a reader, a second compile (which waits) or a kill never meets half an artifact.
     Raises ModelError, ConfigError, CompileError; ArtifactError when `out` exists and is no artifact.
     """
     config, out = config or EngineConfig(), Path(out).absolute()
@@ -88,7 +93,9 @@ def compile_model(
             _replace(folder, out)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CompileError(f"{out.parent}: no space left while writing the artifact; free some and retry") from None
+                raise CompileError(
+                    f"{out.parent}: no space left while writing the artifact; free some and retry"
+                ) from None
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +130,9 @@ def _code_hash() -> str:
     """Hash of the sources that shape an artifact."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    runtime = [package / "runtime" / name for name in ("artifact.py", "compile.py", "program.py", "weight_pack.py")]
+    runtime = [
+        package / "runtime" / name for name in ("artifact.py", "compile.py", "program.py", "weight_pack.py")
+    ]
     folders = [path for name in ("graph", "passes", "ops") for path in (package / name).iterdir()]
     for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -225,8 +234,8 @@ class _Compile:
 
         return prove(
             unfused, weight, bind_files(self._folder, {"any": "program.json"}), captured.facts.kv_layers,
-            dtype=self._dtype, vocab_size=captured.facts.vocab_size, block_tokens=self._config.kv.block_tokens,
-        )  # fmt: skip
+            dtype=self._dtype, vocab_size=captured.facts.vocab_size,
+        block_tokens=self._config.kv.block_tokens, )  # fmt: skip
 
     def _write_graphs(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
         (self._folder / "graph").mkdir()
@@ -319,7 +328,8 @@ def _same_artifact(out: Path, key: str) -> Manifest | None:
         log.warning("%s; replacing it", error)
         return None
     whole = all(
-        (out / name).is_file() and (out / name).stat().st_size == record.bytes for name, record in manifest.files.items()
+        (out / name).is_file() and (out / name).stat().st_size == record.bytes
+        for name, record in manifest.files.items()
     )
     return manifest if manifest.key == key and whole else None
 
@@ -336,5 +346,3 @@ def _replace(folder: Path, out: Path) -> None:
     finally:
         os.close(descriptor)
     shutil.rmtree(old, ignore_errors=True)
-
-

@@ -10,13 +10,19 @@ from ostinato.section import Section
 
 
 class KVConfig(Section):
-    """KV memory. It starts small, grows when the free list runs low, and stops at `max_gib` or `headroom_gib`."""
+    """KV memory: starts small, grows when free blocks run low, stops at `max_gib` or `headroom_gib`."""
 
     block_tokens: int = Field(16, ge=1, le=256, description="tokens in one KV block")
     initial_mib: int = Field(64, ge=1, description="MiB committed at start")
-    max_gib: float = Field(0.0, ge=0, allow_inf_nan=False, description="GiB at most; 0: all that is really free")
-    headroom_gib: float = Field(1.0, ge=0, allow_inf_nan=False, description="GiB of memory always left to others")
-    idle_shrink_s: float = Field(30.0, ge=0, description="seconds of idleness before memory goes back; 0: never")
+    max_gib: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="GiB at most; 0: all that is really free"
+    )
+    headroom_gib: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="GiB of memory always left to others"
+    )
+    idle_shrink_s: float = Field(
+        30.0, ge=0, description="seconds of idleness before memory goes back; 0: never"
+    )
     prefix_cache: bool = Field(True, description="reuse KV blocks of equal prefixes")
 
 
@@ -24,7 +30,9 @@ class SchedulerConfig(Section):
     """Who runs next."""
 
     max_running: int = Field(256, ge=1, le=4096, description="sequences decoded at once")
-    max_step_tokens: int = Field(512, ge=1, le=8192, description="tokens of one step, prefill and decode together")
+    max_step_tokens: int = Field(
+        512, ge=1, le=8192, description="tokens of one step, prefill and decode together"
+    )
     max_waiting: int = Field(4096, ge=1, description="requests in the queue before new ones get 429")
 
 
@@ -40,7 +48,9 @@ class ServerConfig(Section):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port; 0: any free one")
-    api_key: str = Field("", description="required as Bearer token when set; better given as OSTINATO_API_KEY")
+    api_key: str = Field(
+        "", description="required as Bearer token when set; better given as OSTINATO_API_KEY"
+    )
     served_name: str = Field("", description="model name that clients use; empty: the artifact's own")
     max_body_mib: float = Field(32.0, gt=0, allow_inf_nan=False, description="largest request body, MiB")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish on shutdown")
@@ -59,4 +69,6 @@ class EngineConfig(Section):
     cpu: CpuConfig = CpuConfig()
     server: ServerConfig = ServerConfig()
     max_model_len: int = Field(0, ge=0, description="context window in tokens; 0: the model's own")
-    log_level: str = Field("INFO", pattern="^(?i:debug|info|warning|error)$", description="least level that is logged")
+    log_level: str = Field(
+        "INFO", pattern="^(?i:debug|info|warning|error)$", description="least level that is logged"
+    )

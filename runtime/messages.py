@@ -27,8 +27,12 @@ class SamplingParams(Section):
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[int, float] = Field(default_factory=dict, description="token id -> bias, -100 to 100")
-    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="None: drawn by the front end, per request")
-    stop: tuple[str, ...] = Field((), description="stop strings; handled where text is known, in the front end")
+    seed: int | None = Field(
+        None, ge=0, le=2**63 - 1, description="None: drawn by the front end, per request"
+    )
+    stop: tuple[str, ...] = Field(
+        (), description="stop strings; handled where text is known, in the front end"
+    )
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -38,7 +42,7 @@ class SamplingParams(Section):
 
 
 class GenerateRequest(Section):
-    """One sequence to generate. A request with `n` > 1 becomes n of these, with ids `parent-0`, `parent-1`, ..."""
+    """One sequence to generate. `n` > 1 becomes n of these, with ids `parent-0`, `parent-1`, ..."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

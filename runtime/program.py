@@ -1,8 +1,8 @@
 """A linear program: the traced and fused graph as a flat list of calls, stored as JSON, run without torch.fx.
 
-`lower` turns an FX graph into a `Program`; `bind` turns a `Program` into one straight-line Python function whose
-names are native kernels where there are some, and torch operators where there are none. Loading one parses JSON
-and compiles one function: milliseconds, no tracing, no code generator, no pickle.
+`lower` turns an FX graph into a `Program`; `bind` turns a `Program` into one straight-line Python function
+whose names are native kernels where there are some, and torch operators where there are none. Loading one
+parses JSON and compiles one function: milliseconds, no tracing, no code generator, no pickle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _PYTHON: dict[str, Callable[..., Any]] = {
 }
 _PYTHON |= {"py.sym_max": torch.sym_max, "py.sym_min": torch.sym_min, "py.sym_int": int}
 _PYTHON_NAMES = {function: name for name, function in _PYTHON.items()} | {int: "py.sym_int"}
-Json = Any  # a JSON value; {"ref": name}, {"dtype": name}, {"float": "inf"}, {"word": ...} stand for what JSON lacks
+# A JSON value; {"ref": name}, {"dtype": name}, {"float": "inf"} and the like stand for what JSON lacks.
+Json = Any
 
 
 class Step(Section):
@@ -52,7 +53,7 @@ class Program(Section):
 
 
 def lower(graph_module: fx.GraphModule, weight_keys: Mapping[str, str]) -> Program:
-    """Flatten a graph whose placeholders carry `meta["role"]`; `weight_keys` maps weight placeholders to file keys.
+    """Flatten a graph whose placeholders carry `meta["role"]`; `weight_keys`: weight placeholder -> file key.
 
     Raises CompileError for a node that is neither a torch operator nor integer arithmetic on sizes.
     """
@@ -96,7 +97,7 @@ def _op_name(node: fx.Node) -> str:
             )
         return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
     try:
-        return _PYTHON_NAMES[target]
+        return _PYTHON_NAMES[target]  # type: ignore[index]  # a target that is no function has no name either
     except (KeyError, TypeError):
         raise CompileError(
             f"graph node {node.name}: call of {target!r} cannot be put into a program"
@@ -124,7 +125,7 @@ def _encode(value: Any) -> Json:
 
 
 def resolve_op(name: str) -> Callable[..., Any]:
-    """The torch operator or integer function of a step. Raises ArtifactError for names that no compile writes."""
+    """The torch operator or integer function of a step. ArtifactError for names that no compile writes."""
     if name in _PYTHON:
         return _PYTHON[name]
     namespace, _, rest = name.partition(".")
@@ -190,7 +191,7 @@ class _Writer:
         lines.append(f"    return {self._names[program.result]}")
         self.source = "\n".join(lines) + "\n"
         exec(compile(self.source, "<ostinato program>", "exec"), self._globals)
-        return self._globals["run"]  # type: ignore[no-any-return]  # defined by the line above
+        return self._globals["run"]
 
     def _last_uses(self) -> dict[int, list[str]]:
         made = {step.out for step in self._program.steps}

@@ -1,8 +1,8 @@
 """The numeric proof of a compiled program: its logits and KV planes against the unfused graph in float64.
 
-Two sequences run for two steps: a whole prompt beside the first chunk of another, then a decoded token beside the
-second chunk, so that fresh and cached context, prefill and decode, all meet the budget of the error rule
-max|ours - truth| <= 2 * (max|plain - truth| + eps * max|truth|), where plain is the unfused graph in the same type.
+Two sequences run for two steps: a whole prompt beside the first chunk of another, then a decoded token beside
+the second chunk, so that fresh and cached context, prefill and decode, all meet the budget of the error rule
+max|ours - truth| <= 2 * (max|plain - truth| + eps * max|truth|), plain being the unfused graph in its type.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def prove(
     proof = _compare(runs, torch.finfo(dtype).eps, routed=_has_router(graph_module))
     if proof.max_error > proof.budget or proof.kv_max_error > proof.kv_budget:
         raise CompileError(
-            f"numeric proof failed: logits differ from float64 by {proof.max_error:.3g} (allowed {proof.budget:.3g}, "
-            f"unfused graph {proof.unfused_error:.3g}), KV by {proof.kv_max_error:.3g} (allowed {proof.kv_budget:.3g}); "
+            f"numeric proof failed: logits differ from float64 by {proof.max_error:.3g} (allowed "
+            f"{proof.budget:.3g}, unfused graph {proof.unfused_error:.3g}), KV by {proof.kv_max_error:.3g} "
+            f"(allowed {proof.kv_budget:.3g}); "
             "find the guilty rewrite with passes.fuel, leave it out with passes.off, and report it"
         )
     return proof
@@ -67,7 +68,10 @@ def _two_steps(vocab_size: int, block_tokens: int, seed: int) -> list[StepInputs
     done, out = [0, 0], []
     for lengths in ((PROMPT, CHUNKS[0]), (1, CHUNKS[1])):
         positions = [torch.arange(done[i], done[i] + n) for i, n in enumerate(lengths)]
-        slots = [tables[i, p // block_tokens].long() * block_tokens + p % block_tokens for i, p in enumerate(positions)]
+        slots = [
+            tables[i, p // block_tokens].long() * block_tokens + p % block_tokens
+            for i, p in enumerate(positions)
+        ]
         done = [d + n for d, n in zip(done, lengths, strict=True)]
         tokens = sum(lengths)
         out.append(StepInputs(
@@ -101,7 +105,8 @@ def _interpret(
 ) -> Tensor:
     """Run the graph node by node; with `compute`, every float tensor and every cast becomes that type.
 
-    Weights are fetched and widened where they are used, so that float64 needs memory for one weight at a time.
+    Weights are fetched and widened where they are used, so that float64 needs memory for one weight at a
+    time.
     """
     values: dict[fx.Node, Any] = {}
     step, kv = iter(inputs), iter(planes)
@@ -119,7 +124,7 @@ def _interpret(
                 values[node] = next(step if node.meta["role"] == "step" else kv)
         elif node.op == "output":
             value = node.args[0]
-            return values[value[0] if isinstance(value, tuple | list) else value]  # type: ignore[no-any-return]  # FX values are Any
+            return values[value[0] if isinstance(value, tuple | list) else value]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
             if compute:
@@ -167,7 +172,7 @@ def _compare(runs: dict[str, tuple[Tensor, list[Tensor]]], eps: float, *, routed
 
 
 def _worst(difference: Tensor, *, routed: bool) -> float:
-    """Largest error; NaN counts as infinite. With a router, the largest among the better `ROUTED_ROWS` of rows."""
+    """Largest error; NaN is infinite. With a router: the largest in the better `ROUTED_ROWS` of rows."""
     rows = difference.abs().flatten(1).amax(1).nan_to_num(nan=float("inf"))
     if routed:
         rows = rows.sort().values[: max(1, int(len(rows) * ROUTED_ROWS))]

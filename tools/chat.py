@@ -1,4 +1,7 @@
-"""`ostinato chat PATH`: talk to a model in the terminal. /clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+"""`ostinato chat PATH`: talk to a model in the terminal.
+
+/clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compile-model SRC [-o DIR]`: make an artifact from a model folder or GGUF file; without -o, in the cache."""
+"""`compile-model SRC [-o DIR]`: model folder or GGUF file to artifact; without -o, in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line flags made from `EngineConfig`: `kv.block_tokens` becomes `--kv.block-tokens`; nobody lists them twice."""
+"""Command-line flags made from `EngineConfig`: `kv.block_tokens` becomes `--kv.block-tokens`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ API_KEY_VARIABLE = "OSTINATO_API_KEY"
 
 
 def add_flags(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """Add `--config FILE` and one flag per setting, with its help and default; `leave_out` names whole sections."""
+    """Add `--config FILE` and one flag per setting; `leave_out` names sections without flags."""
     parser.add_argument(
         "--config", metavar="FILE.toml", help="settings as TOML tables; flags win over the file"
     )
@@ -52,14 +52,14 @@ def settings(section: type[Section] = EngineConfig, prefix: str = "") -> Iterato
 
 
 def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> EngineConfig:
-    """defaults < environment (secrets only) < --config file < flags. Raises ConfigError that names the setting."""
+    """defaults < environment (secrets only) < --config file < flags. ConfigError names the setting."""
     environ = os.environ if environ is None else environ
     tree: dict[str, Any] = {}
     if key := environ.get(API_KEY_VARIABLE):
         _put(tree, "server.api_key", key)
     if arguments.config:
         _merge(tree, _read_toml(Path(arguments.config)))
-    known = {path: field for path, field in settings()}
+    known = dict(settings())
     for path, value in vars(arguments).items():
         if path in known:
             if isinstance(value, list):  # a repeated flag, each perhaps with commas
@@ -89,7 +89,8 @@ def _metavar(field: FieldInfo) -> str:
     choices = get_args(field.annotation)
     if choices and all(isinstance(choice, str) for choice in choices):
         return "|".join(choices)
-    return {int: "N", float: "X", str: "TEXT"}.get(field.annotation or str, "NAME")
+    names: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
+    return names.get(field.annotation, "NAME")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

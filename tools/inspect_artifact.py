@@ -1,4 +1,4 @@
-"""`ostinato inspect DIR`: manifest, pass table, plans, weights and proof of an artifact; `--graph` prints its code."""
+"""`ostinato inspect DIR`: manifest, pass table, weights and proof of an artifact; its graph as code."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def describe(folder: Path, manifest: Manifest) -> str:
         f"           {len(facts.attention)} attention layers, vocabulary {facts.vocab_size}, window "
         f"{facts.max_model_len} tokens, sliding windows {windows if windows != [0] else 'none'}",
         f"KV         {facts.kv_token_bytes(itemsize)} bytes per token in {len(facts.kv_layers)} layers",
-        f"target     {manifest.target.device} {manifest.target.machine}: {' '.join(manifest.target.features)}",
+        f"target     {manifest.target.device} {manifest.target.machine}: "
+        + " ".join(manifest.target.features),
         f"made       {manifest.created}, ostinato {manifest.ostinato}, torch {manifest.torch}, transformers "
         f"{manifest.transformers}, {manifest.compiler}",
         f"seconds    {seconds}",
@@ -70,8 +71,9 @@ def describe(folder: Path, manifest: Manifest) -> str:
         "plans      " + ", ".join(f"{tokens} tokens: {file}" for tokens, file in manifest.plans.items()),
         f"weights    {manifest.weights_bytes / 2**20:.1f} MiB",
         f"proof      {proof.tokens} tokens against float64: logits off by {proof.max_error:.3g} "
-        f"(allowed {proof.budget:.3g}; unfused graph {proof.unfused_error:.3g}), KV by {proof.kv_max_error:.3g} "
-        f"(allowed {proof.kv_budget:.3g}), same best token on every row: {'yes' if proof.argmax_equal else 'no'}",
+        f"(allowed {proof.budget:.3g}; unfused graph {proof.unfused_error:.3g}), "
+        f"KV by {proof.kv_max_error:.3g} (allowed {proof.kv_budget:.3g}), "
+        f"same best token on every row: {'yes' if proof.argmax_equal else 'no'}",
         "files      " + ", ".join(f"{name} {record.bytes:,} B" for name, record in manifest.files.items()),
     ]
     return "\n".join(lines)
@@ -107,7 +109,8 @@ def weight_table(folder: Path) -> str:
 
 
 def layer_code(code: str, layer: int) -> str:
-    """The statements of one decoder layer: from behind the attention of the one before it to its own last write.
+    """The statements of one decoder layer: from behind the attention of the one before it to its own last
+    write.
 
     A layer's statements are those between its first and last use of a weight whose name holds `layers_N_`.
     """

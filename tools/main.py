@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 
 from ostinato import __version__
 from ostinato.errors import EngineError
@@ -36,14 +37,14 @@ def main(argv: list[str] | None = None) -> int:
         if name == wanted:  # only the command that runs is imported: the others may need torch
             importlib.import_module(f"ostinato.tools.{module}").add_arguments(sub)
     arguments = parser.parse_args(argv)
-    module = importlib.import_module(f"ostinato.tools.{COMMANDS[arguments.command][0]}")
-    return run_command(lambda: int(module.run(arguments)))
+    command = importlib.import_module(f"ostinato.tools.{COMMANDS[arguments.command][0]}")
+    return run_command(lambda: int(command.run(arguments)))
 
 
-def run_command(call: object) -> int:
-    """Call `call()`; turn EngineError into a message and exit code 2, Ctrl-C into 130, a closed pipe into 0."""
+def run_command(call: Callable[[], int]) -> int:
+    """`call()`; EngineError becomes a message and exit code 2, Ctrl-C 130, a closed pipe 0."""
     try:
-        return call()  # type: ignore[operator,no-any-return]  # a zero-argument function
+        return call()
     except EngineError as error:
         print(f"ostinato: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`ostinato serve PATH`: an OpenAI-compatible server over an artifact, or over a model that is compiled first."""
+"""`ostinato serve PATH`: an OpenAI-compatible server over an artifact, or a model compiled first."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         log.info("set: %s = %s", path, value)
     sock = listen(config.server)  # before the model: a port in use is known at once
     folder = find_artifact(Path(arguments.path), config)
+    if not config.server.served_name:  # clients get to know the model by the name that the operator typed
+        server = config.server.model_copy(update={"served_name": Path(arguments.path).resolve().stem})
+        config = config.model_copy(update={"server": server})
     text = TextFrontEnd.load(folder / "tokenizer")
     engine = EngineProcess(folder, config)
     app = make_app(engine, config.server, text, engine_config=config)
@@ -50,7 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    asyncio.run(serve(app, sock, on_ready=on_ready))
+    try:
+        asyncio.run(serve(app, sock, on_ready=on_ready))
+    except asyncio.CancelledError:  # a second signal: the operator would not wait for the drain
+        log.warning("stopped at once; requests that were running got no end")
+        return 130
     return 0
 
 
@@ -81,4 +88,5 @@ def curl_line(url: str, model: str, config: EngineConfig) -> str:
         {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
     )
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_key else ""
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {shlex.quote(body)}"
+    json_header = "-H 'Content-Type: application/json'"
+    return f"curl {url}/v1/chat/completions {json_header}{key} \\\n  -d {shlex.quote(body)}"

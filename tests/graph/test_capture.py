@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tests.support.captured import Sequences, capture_tiny, kv_planes, weight_values
-from tests.support.tiny_models import FAMILIES, VOCAB, tiny_config, tiny_model
 
 from ostinato.errors import ModelError
 from ostinato.graph.build import build_model
 from ostinato.graph.hooks import CaptureHooks
 from ostinato.ops import all_ops  # noqa: F401  # registers the operators
 from ostinato.runtime.program import Bound, bind, lower
+from tests.support.captured import Sequences, capture_tiny, kv_planes, weight_values
+from tests.support.tiny_models import FAMILIES, VOCAB, tiny_config, tiny_model
 
 LENGTHS = (23, 14, 1)
 
@@ -92,9 +92,9 @@ def test_attention_sinks_are_refused_by_name():
     from transformers import GptOssConfig
 
     config = GptOssConfig(
-        num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCAB, sliding_window=9,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCAB,
+        sliding_window=9, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
     with pytest.raises(ModelError, match=r"GptOssAttention: attention with s_aux cannot be carried"):
         capture_tiny(config)

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def graph_of(body) -> fx.GraphModule:
-    """A graph with all step inputs, one KV plane and one weight `w`; `body(graph, nodes)` gives its result."""
+    """A graph with all step inputs, a KV plane and a weight `w`; `body(graph, nodes)` gives its result."""
     graph = fx.Graph()
     nodes = {}
     for name, role in [("w", "weight"), *((n, "step") for n in StepInputs._fields), ("kv_0", "kv")]:
@@ -80,7 +80,16 @@ def test_an_operator_outside_the_allowed_namespaces_does_not_compile():
 
 
 @pytest.mark.parametrize(
-    "name", ["os.system", "py.exec", "aten.__class__.default", "aten.nothing.default", "prims.sin.default", "aten", ""]
+    "name",
+    [
+        "os.system",
+        "py.exec",
+        "aten.__class__.default",
+        "aten.nothing.default",
+        "prims.sin.default",
+        "aten",
+        "",
+    ],
 )
 def test_a_file_cannot_name_anything_but_operators(name):
     with pytest.raises(ArtifactError, match="does not have"):

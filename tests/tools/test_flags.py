@@ -33,9 +33,15 @@ def test_every_setting_has_help():
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     file = tmp_path / "o.toml"
     file.write_text("[kv]\nblock_tokens = 32\nmax_gib = 2.5\n[server]\nport = 9000\n")
-    config = parse("--config", str(file), "--server.port", "9001", "--no-kv.prefix-cache", "--passes.off", "a,b")
+    config = parse(
+        "--config", str(file), "--server.port", "9001", "--no-kv.prefix-cache", "--passes.off", "a,b"
+    )
     assert (config.kv.block_tokens, config.kv.max_gib, config.server.port) == (32, 2.5, 9001)
-    assert (config.kv.prefix_cache, config.passes.off, config.scheduler.max_running) == (False, ("a", "b"), 256)
+    assert (config.kv.prefix_cache, config.passes.off, config.scheduler.max_running) == (
+        False,
+        ("a", "b"),
+        256,
+    )
 
 
 def test_the_api_key_comes_from_the_environment_and_is_masked():
