@@ -9,8 +9,7 @@ ARTIFACT := $(CACHE)/SmolLM2-135M-Instruct
 
 .PHONY: serve test check bench clean
 
-serve: $(VENV)/installed $(MODEL)
-	@$(RUN)/compile-model $(MODEL) -o $(ARTIFACT)
+serve: $(ARTIFACT)/manifest.json
 	@$(RUN)/ostinato serve $(ARTIFACT) --server.served-name smollm2
 
 test: $(VENV)/installed $(MODEL)
@@ -27,6 +26,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
+	@touch $@
+
+# compile-model finds out by itself whether anything that matters changed; this spares it the asking.
+$(ARTIFACT)/manifest.json: $(MODEL) $(wildcard graph/*.py passes/*.py ops/* runtime/*.py)
+	@$(RUN)/compile-model $(MODEL) -o $(ARTIFACT)
 	@touch $@
 
 $(MODEL): | $(VENV)/installed
