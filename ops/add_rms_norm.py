@@ -51,7 +51,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
 
 
 def _check(x: Tensor, residual: Tensor, weight_D: Tensor) -> None:
-    check_shapes("add_rms_norm", x=(x, "*D"), residual=(residual, "*D"), weight=(weight_D, "D"))
+    check_shapes("add_rms_norm", x=(x, "* D"), residual=(residual, "* D"), weight=(weight_D, "D"))
     check_types("add_rms_norm", FLOATS, x=x, residual=residual)
     check_scale_type("add_rms_norm", "x", x, "weight", weight_D)
 

@@ -3,6 +3,7 @@
 Sizes that are symbolic (while a graph is traced) are not compared, so a check never adds a guard.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def check_shapes(op: str, **tensors: tuple[Tensor, str]) -> None:
-    """`x=(x, "TD"), y=(y, "TE")`: a letter is one size everywhere; a leading `*` is any leading sizes."""
+    """`x=(x, "T D"), y=(y, "T E")`: a letter is one size everywhere; a leading `*` is any leading sizes."""
     bound: dict[str, tuple[Any, str]] = {}
-    for name, (tensor, letters) in tensors.items():
+    for name, (tensor, spelling) in tensors.items():
+        letters = spelling.split()
         sizes: tuple[Any, ...] = tuple(tensor.shape)
         is_open = letters[0] == "*"
         if len(sizes) < len(letters) - 1 or not (is_open or len(sizes) == len(letters)):
@@ -73,5 +75,5 @@ def _differ(left: Any, right: Any) -> bool:
     return isinstance(left, int) and isinstance(right, int) and left != right
 
 
-def _spelled(letters: str) -> str:
+def _spelled(letters: Sequence[str]) -> str:
     return "[" + ", ".join("..." if letter == "*" else letter for letter in letters) + "]"

@@ -33,7 +33,7 @@ def _kernel(gate, up, out, gate_stride, up_stride, F, BLOCK: tl.constexpr):  # t
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
-    check_shapes("gelu_tanh_mul", gate=(gate, "*F"), up=(up, "*F"))
+    check_shapes("gelu_tanh_mul", gate=(gate, "* F"), up=(up, "* F"))
     check_types("gelu_tanh_mul", FLOATS, gate=gate, up=up)
 
 

@@ -64,10 +64,10 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
 def _check(k_TGD: Tensor, v_TGE: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
     check_shapes(
         "kv_write",
-        k=(k_TGD, "TGD"),
-        v=(v_TGE, "TGE"),
-        k_cache=(k_cache, "NBGD"),
-        v_cache=(v_cache, "NBGE"),
+        k=(k_TGD, "T G D"),
+        v=(v_TGE, "T G E"),
+        k_cache=(k_cache, "N B G D"),
+        v_cache=(v_cache, "N B G E"),
         slot_mapping=(slots_T, "T"),
     )
     check_types("kv_write", FLOATS, k=k_TGD, v=v_TGE, k_cache=k_cache, v_cache=v_cache)

@@ -53,7 +53,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
 
 
 def _check(x: Tensor, weight_D: Tensor) -> None:
-    check_shapes("rms_norm", x=(x, "*D"), weight=(weight_D, "D"))
+    check_shapes("rms_norm", x=(x, "* D"), weight=(weight_D, "D"))
     check_types("rms_norm", FLOATS, x=x)
     check_scale_type("rms_norm", "x", x, "weight", weight_D)
 

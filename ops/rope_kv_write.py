@@ -173,14 +173,14 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
         turned = _rotated(
             source, k_weight, cos, sin, eps, offset, D, R, NORM_K, ROUND_FIRST, INTERLEAVED, BLOCK
         )
-        place = k_cache + block * k_cache_stride_n + offset_in_block * k_cache_stride_b
-        place += (head - H) * k_cache_stride_g
-        tl.store(place + at, turned.to(out.dtype.element_ty), mask=at < tl.where(slot >= 0, D, 0))
+        k_place = k_cache + block * k_cache_stride_n + offset_in_block * k_cache_stride_b
+        k_place += (head - H) * k_cache_stride_g
+        tl.store(k_place + at, turned.to(out.dtype.element_ty), mask=at < tl.where(slot >= 0, D, 0))
     else:
         live = at < tl.where(slot >= 0, E, 0)
         value = tl.load(v + token * v_stride_t + (head - H - G) * v_stride_g + at, mask=live)
-        place = v_cache + block * v_cache_stride_n + offset_in_block * v_cache_stride_b
-        tl.store(place + (head - H - G) * v_cache_stride_g + at, value, mask=live)
+        v_place = v_cache + block * v_cache_stride_n + offset_in_block * v_cache_stride_b
+        tl.store(v_place + (head - H - G) * v_cache_stride_g + at, value, mask=live)
 
 
 def _check(
@@ -201,13 +201,13 @@ def _check(
     scales |= {} if k_weight_D is None else {"k_weight": k_weight_D}
     check_shapes(
         op,
-        q=(q_THD, "THD"),
-        k=(k_TGD, "TGD"),
-        v=(v_TGE, "TGE"),
-        k_cache=(k_cache, "NBGD"),
-        v_cache=(v_cache, "NBGE"),
+        q=(q_THD, "T H D"),
+        k=(k_TGD, "T G D"),
+        v=(v_TGE, "T G E"),
+        k_cache=(k_cache, "N B G D"),
+        v_cache=(v_cache, "N B G E"),
         slot_mapping=(slots_T, "T"),
-        **{name: (scale, "TR" if name in ("cos", "sin") else "D") for name, scale in scales.items()},
+        **{name: (scale, "T R" if name in ("cos", "sin") else "D") for name, scale in scales.items()},
     )
     num_rotated, head_size = cos_TR.shape[1], q_THD.shape[2]
     if num_rotated % 2 or num_rotated > head_size:

@@ -32,7 +32,7 @@ def _kernel(gate, up, out, gate_stride, up_stride, F, BLOCK: tl.constexpr):  # t
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
-    check_shapes("silu_mul", gate=(gate, "*F"), up=(up, "*F"))
+    check_shapes("silu_mul", gate=(gate, "* F"), up=(up, "* F"))
     check_types("silu_mul", FLOATS, gate=gate, up=up)
 
 
