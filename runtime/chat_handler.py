@@ -35,7 +35,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         )
         prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields))
         check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
-        sampling = fit(sampling, prompt_ids, state.engine.info.max_model_len)
+        sampling = fit(sampling, prompt_ids, state.engine.info.max_model_len, param="messages")
         answer = ChatAnswer(state, fields)
         choices = make_choices(
             state,

@@ -94,8 +94,13 @@ class ChoiceOutput:
         if not length or not self._waiting:
             return ()
         out = []
-        while self._waiting and self._waiting[0][1] <= self._shown:
-            out.append(self._waiting.popleft()[0])
+        while self._waiting:
+            token, end = self._waiting[0]
+            # A token without width at the very end waits too: it may belong to text that a stop string cuts.
+            if end > self._shown or token.offset == self._shown:
+                break
+            out.append(token)
+            self._waiting.popleft()
         return tuple(out)
 
     def _end(self, text: str, reason: FinishReason, *, cut: bool = False) -> Delta:

@@ -48,7 +48,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             state,
             answer.id,
             [ids for _, ids in prompts],
-            [fit(sampling, ids, window) for _, ids in prompts],
+            [fit(sampling, ids, window, param="prompt") for _, ids in prompts],
             n,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",

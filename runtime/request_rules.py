@@ -85,9 +85,9 @@ def sampling_params(
     )
 
 
-def fit(sampling: SamplingParams, prompt_ids: Sequence[int], window: int) -> SamplingParams:
+def fit(sampling: SamplingParams, prompt_ids: Sequence[int], window: int, *, param: str) -> SamplingParams:
     """Cut `max_tokens` to the room behind this prompt. ContextTooLong when there is none."""
-    room = room_left(len(prompt_ids), window)
+    room = room_left(len(prompt_ids), window, param=param)
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     return sampling.model_copy(update={"max_tokens": limit})
 

@@ -53,8 +53,8 @@ async def serve(
 ) -> None:
     """Serve on a socket of `listen` until SIGTERM, SIGINT or `stop`; drain (`server.drain_s`), return.
 
-    A second signal aborts what still runs at once.  `on_ready` gets the base URL when requests can be answered; what
-    `EngineClient.start` raises goes to the caller.
+    A second signal aborts what still runs at once.  `on_ready` gets the base URL when requests can be
+    answered; what `EngineClient.start` raises goes to the caller.
     """
     stop = stop or asyncio.Event()
     loop = asyncio.get_running_loop()

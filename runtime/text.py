@@ -28,6 +28,7 @@ _THREADS = 2  # the Rust tokenizer works without the GIL; more threads would onl
 # The template's own arguments; a request may not replace them through chat_template_kwargs.
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "conversations"}
+    | {"continue_final_message", "return_assistant_tokens_mask"}
 )
 
 
@@ -183,7 +184,7 @@ class TextFrontEnd:
                 raise ArtifactError(f"chat template, line {error.lineno}: {error.message}") from None
 
 
-def room_left(prompt_tokens: int, window: int) -> int:
+def room_left(prompt_tokens: int, window: int, *, param: str) -> int:
     """Tokens that may still be generated after this prompt.
 
     A prompt must leave room for one: ContextTooLong names both numbers.  A larger `max_tokens` is no error;
@@ -193,7 +194,7 @@ def room_left(prompt_tokens: int, window: int) -> int:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens; the model's context window is {window} tokens and must "
             "hold the prompt and at least one generated token; shorten the prompt",
-            param=None,
+            param=param,
         )
     return window - prompt_tokens
 

@@ -1,12 +1,13 @@
 """One strict schema per route: what is accepted, what is refused and which field is named."""
 
 import re
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.api_errors import refusal
+from ostinato.runtime.api_errors import TABLE, refusal
 from ostinato.runtime.api_schema import (
     IGNORED,
     MAX_LOGIT_BIAS,
@@ -16,6 +17,7 @@ from ostinato.runtime.api_schema import (
     CompletionRequest,
     DetokenizeRequest,
     SamplingRequest,
+    StreamOptions,
     TokenizeRequest,
     Wire,
 )
@@ -252,3 +254,14 @@ def test_ranges_are_those_of_the_engine():
         assert ours == theirs, name
         compared += bool(theirs)
     assert compared == 9
+
+
+def test_every_field_and_error_code_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    fields = {
+        *(name for schema in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+          for name in schema.model_fields),
+        *StreamOptions.model_fields, *UNSUPPORTED, *IGNORED,
+    }  # fmt: skip
+    codes = {answer.code for _, answer in TABLE if answer.code is not None}
+    assert [name for name in sorted(fields | codes) if f"`{name}`" not in text] == []

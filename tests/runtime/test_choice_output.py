@@ -27,6 +27,8 @@ def events(
         parts.append(token_ids[at : at + size])
         at += size
     parts.append(token_ids[at:])
+    while len(parts) > 1 and not parts[-1]:
+        parts.pop()  # the stop token is always in the last event
     return [
         TokenEvent(
             request_id="r",
@@ -131,3 +133,10 @@ def test_events_cut_anywhere_give_the_same_choice(sampling, text, sizes, ends_in
     tokens = [token for delta in cut_deltas for token in delta.tokens]
     assert tokens == [token for delta in whole_deltas for token in delta.tokens]
     assert [token.offset for token in tokens] == sorted(token.offset for token in tokens)
+
+
+@pytest.mark.parametrize("sizes", [[], [1] * 20])
+def test_parts_of_a_character_that_a_stop_string_cuts_are_not_listed(sizes: list[int]):
+    _, deltas = run(SamplingParams(stop=("😀 dog",), logprobs=0), events(ids("fox 😀 dog"), sizes))
+    assert text_of(deltas) == "fox "
+    assert [token.token_id for delta in deltas for token in delta.tokens] == ids("fox ")

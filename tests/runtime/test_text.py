@@ -185,13 +185,14 @@ def test_dumped_answer_can_be_sent_back():
 
 @pytest.mark.parametrize(("prompt", "left"), [(1, 63), (60, 4), (63, 1)])
 def test_room_behind_a_prompt(prompt: int, left: int):
-    assert room_left(prompt, 64) == left
+    assert room_left(prompt, 64, param="prompt") == left
 
 
 @pytest.mark.parametrize("prompt", [64, 1000])
 def test_prompt_that_fills_the_window_is_refused_with_both_numbers(prompt: int):
-    with pytest.raises(ContextTooLong, match=rf"{prompt} tokens.* 64 tokens"):
-        room_left(prompt, 64)
+    with pytest.raises(ContextTooLong, match=rf"{prompt} tokens.* 64 tokens") as caught:
+        room_left(prompt, 64, param="prompt")
+    assert caught.value.param == "prompt"
 
 
 async def test_long_prompt_is_encoded_off_the_loop():
