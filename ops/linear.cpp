@@ -21,22 +21,6 @@ template <long KIB, class T> INLINE void prefetch(const T *weights) {
     __builtin_prefetch((const char *)weights + (KIB << 10), 0, 2);
 }
 
-// Lanes along K: WIDTH values of w and x meet in one accumulator.
-template <class T> struct Dot {
-    static constexpr int WIDTH = LANES;
-    typedef f32v Operand;
-    INLINE static Operand get(const T *p) { return load(p); }
-    INLINE static f32v mad(f32v acc, Operand w, Operand x) { return acc + w * x; }
-};
-#if defined(__AVX512BF16__)
-template <> struct Dot<bf16> {
-    static constexpr int WIDTH = 2 * LANES;
-    typedef __m512bh Operand;
-    INLINE static Operand get(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
-    INLINE static f32v mad(f32v acc, Operand w, Operand x) { return (f32v)_mm512_dpbf16_ps((__m512)acc, w, x); }
-};
-#endif
-
 // MR rows of x, padded with zeros to whole WIDTHs, times NR rows of W, which are not.
 template <class T, int MR, int NR>
 INLINE void dot_tile(const T *x, long x_stride, const T *w, const T *bias, T *y, long y_stride, long K) {
@@ -228,11 +212,19 @@ template <class T> struct Linear {
     }
 };
 
+struct Args {
+    const void *x;
+    int64_t x_stride;
+    const void *w, *bias;
+    void *y;
+    int64_t M, N, K;
+};
+
+template <class T> long run(const Args &a) {
+    Linear<T>{(const T *)a.x, (const T *)a.w, (const T *)a.bias, (T *)a.y, a.x_stride, a.M, a.N, a.K}.run();
+    return 0;
+}
+
 }  // namespace
 
-OSTINATO_API void linear_f32(const float *x, long x_stride, const float *w, const float *bias, float *y, long M, long N, long K) {
-    Linear<float>{x, w, bias, y, x_stride, M, N, K}.run();
-}
-OSTINATO_API void linear_bf16(const bf16 *x, long x_stride, const bf16 *w, const bf16 *bias, bf16 *y, long M, long N, long K) {
-    Linear<bf16>{x, w, bias, y, x_stride, M, N, K}.run();
-}
+OSTINATO_KERNEL(linear, Args, run)

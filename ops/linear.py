@@ -7,45 +7,44 @@ a dense matrix of these types goes to torch, which is as good or better there.
 
 import ctypes
 from collections.abc import Callable
+from struct import Struct
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as linear_reference
 
+from ostinato.ops.native_calls import kernels
+
 # Most rows for which the native kernel is used, by type (measured, see benchmarks/cpu_ops.py).
-MAX_ROWS = {torch.float32: 32, torch.bfloat16: 16}
+MAX_ROWS = {torch.float32: 64, torch.bfloat16: 32}
 
 
 def bind(library: ctypes.CDLL) -> Callable[..., Tensor]:
     """The native `linear(x, weight, bias=None)` of a loaded kernel library."""
-    pointer, size = ctypes.c_void_p, ctypes.c_long
-    kernels = {torch.float32: library.linear_f32, torch.bfloat16: library.linear_bf16}
-    for kernel in kernels.values():
-        kernel.argtypes = [pointer, size, pointer, pointer, pointer, size, size, size]
-        kernel.restype = None
-    empty, max_rows = torch.empty, MAX_ROWS
+    by_type, pack, empty, max_rows = kernels(library, "linear"), Struct("8q").pack, torch.empty, MAX_ROWS
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = weight.dtype
         num_out, num_in = weight.shape
         *lead, width = x.shape
-        rows = x.numel() // num_in if num_in else 0
+        rows = x.numel() // (num_in or 1)
         if (
             not 0 < rows <= max_rows.get(dtype, 0)
             or width != num_in
             or x.dtype is not dtype
             or not x.is_contiguous()
             or not weight.is_contiguous()
-            or (
-                bias is not None
-                and (bias.dtype is not dtype or bias.shape != (num_out,) or bias.stride(0) != 1)
+            or not (
+                bias is None or (bias.dtype is dtype and bias.shape == (num_out,) and bias.is_contiguous())
             )
         ):
             return linear_reference(x, weight, bias)
         out = empty((*lead, num_out), dtype=dtype)
-        kernels[dtype](
-            *(x.data_ptr(), num_in, weight.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(out.data_ptr(), rows, num_out, num_in),
+        by_type[dtype](
+            pack(
+                *(x.data_ptr(), num_in, weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
+                *(out.data_ptr(), rows, num_out, num_in),
+            )
         )
         return out
 

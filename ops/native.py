@@ -1,8 +1,7 @@
-"""The native CPU kernels: built once from `ops/*.cpp` by the system's C++ compiler, loaded by ctypes afterwards.
+"""The native CPU kernels: built once from `ops/*.cpp` by the system's C++ compiler, then loaded by ctypes.
 
 Building belongs to `compile-model` (1 to 3 s, plain C ABI, no torch headers); loading needs no compiler.
-The kernels run on the thread team of torch's own OpenMP runtime, handed over at load, so that
-`torch.set_num_threads` holds for both. `bind` returns callables with the signatures of the torch ops.
+The kernels have a thread team of their own (native.cpp), of the size that `torch.set_num_threads` set. `bind` returns callables with the signatures of the torch ops.
 """
 
 import ctypes
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.errors import ArtifactError, CompileError
-from ostinato.ops import linear
+from ostinato.ops import gelu_tanh_mul, linear, native_calls, silu_mul
 
 SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
@@ -95,7 +94,7 @@ def cpu_features() -> tuple[str, ...]:
 
 
 def missing_features(needed: tuple[str, ...]) -> tuple[str, ...]:
-    """What a library with `BuildInfo.cpu_features == needed` lacks on this CPU; empty means that it may run."""
+    """What a library with `BuildInfo.cpu_features == needed` lacks here; empty means that it may run."""
     return tuple(sorted(set(needed) - set(cpu_features())))
 
 
@@ -146,23 +145,26 @@ def _run(command: list[str], march: str) -> str:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a library made by `build` and give it torch's thread team. Raises ArtifactError when it cannot."""
+    """Load a library made by `build`; its team follows `torch.set_num_threads`. ArtifactError when it cannot."""
     try:
         library = ctypes.CDLL(str(path))
         torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        # A lookup through libtorch_cpu also searches what it links, so this is the runtime that torch uses.
-        library.set_team(_address(torch_library.GOMP_parallel), _address(torch_library.omp_get_max_threads))
+        num_threads = torch_library._ZN2at15get_num_threadsEv  # at::get_num_threads(), of the calling thread
+        library.set_team(ctypes.cast(num_threads, ctypes.c_void_p))
     except (OSError, AttributeError) as error:
-        raise ArtifactError(
-            f"native kernels: cannot load {path}: {error}; compile the model again here"
-        ) from error
+        raise ArtifactError(f"native kernels: cannot load {path}: {error}; compile the model here") from error
     return library
-
-
-def _address(function: Any) -> ctypes.c_void_p:  # Any: ctypes gives function pointers no public type
-    return ctypes.cast(function, ctypes.c_void_p)
 
 
 def bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     """Callables by op name, each with its op's signature: torch tensors in, torch tensors out."""
-    return {"aten::linear": linear.bind(library)}
+    return {
+        "aten::linear": linear.bind(library),
+        "ostinato::add_rms_norm": native_calls.bind_add_rms_norm(library),
+        "ostinato::gelu_tanh_mul": native_calls.bind_gated(library, "gelu_tanh_mul", gelu_tanh_mul.OP),
+        "ostinato::kv_write": native_calls.bind_kv_write(library),
+        "ostinato::paged_attention": native_calls.bind_paged_attention(library),
+        "ostinato::rms_norm": native_calls.bind_rms_norm(library),
+        "ostinato::rope_kv_write": native_calls.bind_rope_kv_write(library),
+        "ostinato::silu_mul": native_calls.bind_gated(library, "silu_mul", silu_mul.OP),
+    }
