@@ -7,10 +7,14 @@ import json
 import socket
 
 import pytest
+from aiohttp.test_utils import TestServer
 
+from ostinato.runtime.config import ServerConfig
 from ostinato.runtime.messages import GenerateRequest, TokenEvent
-from tests.support.fake_engine import say
+from ostinato.runtime.server import make_app
+from tests.support.fake_engine import FakeEngine, info, say
 from tests.support.serving import Served, serving
+from tests.support.toy_text import front_end
 
 FIELDS: dict[str, object] = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
 
@@ -197,3 +201,13 @@ async def test_idle_connection_is_closed_when_the_client_ends_its_side():
         writer.write_eof()
         assert await asyncio.wait_for(reader.read(), 3) == b""
         await close(writer)
+
+
+async def test_leaver_is_noticed_under_any_runner():
+    engine = FakeEngine(slow, info(vocab_size=410, max_model_len=5000), gate=asyncio.Event())
+    async with TestServer(make_app(engine, ServerConfig(drain_s=0), front_end())) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(raw_request())
+        await until(lambda: engine.running)
+        await close(writer)
+        await until(lambda: not engine.running, seconds=1.5)
