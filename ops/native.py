@@ -1,7 +1,8 @@
 """The native CPU kernels: built once from `ops/*.cpp` by the system's C++ compiler, then loaded by ctypes.
 
-Building belongs to `compile-model` (1 to 3 s, plain C ABI, no torch headers); loading needs no compiler.
-The kernels have a thread team of their own (native.cpp), of the size that `torch.set_num_threads` set. `bind` returns callables with the signatures of the torch ops.
+Building belongs to `compile-model` (a few seconds, plain C ABI, no torch headers); loading needs no compiler.
+The kernels have a thread team of their own (native.cpp) of the size that `torch.set_num_threads` has set.
+`bind` returns callables with the signatures of the torch ops.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.errors import ArtifactError, CompileError
-from ostinato.ops import gelu_tanh_mul, linear, native_calls, silu_mul
+from ostinato.ops import linear, native_calls
 
 SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
@@ -145,7 +146,7 @@ def _run(command: list[str], march: str) -> str:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a library made by `build`; its team follows `torch.set_num_threads`. ArtifactError when it cannot."""
+    """Load a library made by `build`; its team follows torch's thread number. ArtifactError when it cannot."""
     try:
         library = ctypes.CDLL(str(path))
         torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
@@ -161,10 +162,10 @@ def bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     return {
         "aten::linear": linear.bind(library),
         "ostinato::add_rms_norm": native_calls.bind_add_rms_norm(library),
-        "ostinato::gelu_tanh_mul": native_calls.bind_gated(library, "gelu_tanh_mul", gelu_tanh_mul.OP),
+        "ostinato::gelu_tanh_mul": native_calls.bind_gelu_tanh_mul(library),
         "ostinato::kv_write": native_calls.bind_kv_write(library),
         "ostinato::paged_attention": native_calls.bind_paged_attention(library),
         "ostinato::rms_norm": native_calls.bind_rms_norm(library),
         "ostinato::rope_kv_write": native_calls.bind_rope_kv_write(library),
-        "ostinato::silu_mul": native_calls.bind_gated(library, "silu_mul", silu_mul.OP),
+        "ostinato::silu_mul": native_calls.bind_silu_mul(library),
     }

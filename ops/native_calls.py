@@ -117,8 +117,15 @@ def bind_add_rms_norm(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tenso
     return call
 
 
-def bind_gated(library: ctypes.CDLL, name: str, fallback: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """silu_mul or gelu_tanh_mul."""
+def bind_silu_mul(library: ctypes.CDLL) -> Callable[..., Tensor]:
+    return _bind_gated(library, "silu_mul", silu_mul.OP)
+
+
+def bind_gelu_tanh_mul(library: ctypes.CDLL) -> Callable[..., Tensor]:
+    return _bind_gated(library, "gelu_tanh_mul", gelu_tanh_mul.OP)
+
+
+def _bind_gated(library: ctypes.CDLL, name: str, fallback: Callable[..., Tensor]) -> Callable[..., Tensor]:
     by_type, pack, empty = kernels(library, name), Struct("7q").pack, torch.empty
 
     def call(gate: Tensor, up: Tensor) -> Tensor:
