@@ -1,4 +1,4 @@
-"""Which nodes write, and which nodes share memory: what a rewrite must know before it moves or drops anything."""
+"""Which nodes write and which share memory: what a rewrite must know before it moves or drops anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Must stay although nobody uses it: graph inputs and outputs, and everything that writes memory (case B21)."""
+    """Must stay although nobody uses it: graph inputs and outputs, and all that writes memory (case B21)."""
     if node.op in ("placeholder", "output"):
         return True
     return (
@@ -49,7 +49,7 @@ def is_impure(node: fx.Node) -> bool:
 
 
 class Aliases:
-    """Memory owners of each node of one graph: the nodes that allocated what it may show (itself, if it is fresh)."""
+    """Memory owners of each node of a graph: the nodes that allocated what it may show (itself, if fresh)."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.writers = [node for node in graph.nodes if written(node)]
@@ -73,7 +73,7 @@ class Aliases:
     def writer_between(
         self, first: fx.Node, last: fx.Node, reads: list[fx.Node], own: set[fx.Node]
     ) -> fx.Node | None:
-        """A node from first to last, not in `own`, that writes what one of `reads` shows; None if there is none."""
+        """A node between first and last, not in `own`, that writes what one of `reads` shows; else None."""
         read = frozenset(o for node in reads for o in self.owners(node))
         for writer in self.writers:
             outside = writer not in own and first < writer and writer < last

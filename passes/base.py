@@ -1,7 +1,7 @@
 """What every pass has: a name, a numeric class, what it needs, and a report.
 
-A pass that walks the graph derives from `Pass`; one that replaces a pattern by an op derives from `FusionPass`
-(fusion.py) and holds no plumbing at all.
+A pass that walks the graph derives from `Pass`; one that replaces a pattern by an op derives from
+`FusionPass` (fusion.py) and holds no plumbing at all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import fx
 
+from ostinato.errors import CompileError
 from ostinato.passes.proof import Proof
 
 
 class PassReport(NamedTuple):
-    """What one pass did. `refused` maps a reason to the number of places; `expected` is set by the pipeline."""
+    """What one pass did. `refused` maps a reason to a number of places; the pipeline sets `expected`."""
 
     name: str
     matched: int
@@ -61,8 +62,17 @@ class Tally:
         self.matched += taken
         return taken
 
+    def prove(self, name: str, anchor: fx.Node, proof: Proof) -> None:
+        """Keep a proof of pass `name`; CompileError if it failed."""
+        self.proofs.append(proof)
+        if not proof.ok:
+            raise CompileError(
+                f"pass {name} at node {anchor.name} ({proof.description}): error {proof.max_error:.3g} is "
+                f"over the budget of {proof.budget:.3g}; report this, and use passes.off={name} meanwhile"
+            )
+
     def refuse(self, reason: str) -> None:
-        """Count a place that looked like a match and is none. The reason names no node, so equal ones add up."""
+        """Count a place that looked like a match and is none. A reason names no node: equal ones add up."""
         self.refused[reason] += 1
 
 

@@ -1,6 +1,6 @@
-"""RMSNorm of each head of q and k in front of rope_kv_write  ->  inside it.  Numerics: close (one kernel, not three).
+"""RMSNorm of each head of q and k in front of rope_kv_write  ->  inside it.
 
-A norm over all heads together (olmo2) stays an op of its own.
+Numerics: close (one kernel, not three). A norm over all heads together (olmo2) stays an op of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor, fx
 
 from ostinato.ops import rms_norm, rope_kv_write
 from ostinato.passes.fuse_rope_kv_write import flat, proof_inputs
-from ostinato.passes.fusion import FusionPass, Spelling, example
+from ostinato.passes.fusion import FusionPass
+from ostinato.passes.match import Spelling, example
 from ostinato.passes.trace import Example
-from ostinato.passes.values import tensor
+from ostinato.passes.values import argument, tensor
 
 aten = torch.ops.aten
 
@@ -31,29 +32,33 @@ class FoldQKNorm(FusionPass):
     anchors = (rope_kv_write.OP,)
 
     def spellings(self, anchor: fx.Node) -> Iterable[Spelling] | str | None:
-        if anchor.args[8] is not None or anchor.args[9] is not None:
+        if argument(anchor, 8) is not None or argument(anchor, 9) is not None:
             return None
-        norms = [_norm_above(anchor.args[place]) for place in (0, 1)]  # type: ignore[arg-type]  # nodes
-        if None in norms:
-            return None if norms == [None, None] else "only one of q and k has a norm"
-        q, k = (norm for norm in norms if norm is not None)
-        head_size = tensor(anchor.args[0]).shape[-1]  # type: ignore[arg-type]  # a node
+        q, k = (_norm_above(argument(anchor, place)) for place in (0, 1))
+        if q is None or k is None:
+            return None if q is k else "only one of q and k has a norm"
+        head_size = tensor(argument(anchor, 0)).shape[-1]
         if any(tensor(norm).shape[-1] != head_size for norm in (q, k)):
             return "the norm spans all heads, not each one"
-        if q.args[4] != k.args[4]:
+        if argument(q, 4) != argument(k, 4):
             return "the norms of q and k round in different places"
         return [_spelling(anchor, q, k)]
 
 
 def _spelling(anchor: fx.Node, q: fx.Node, k: fx.Node) -> Spelling:
     examples: dict[str, Example] = {
-        name: example(node)  # type: ignore[arg-type]  # nodes
-        for name, node in zip(NAMES, anchor.args, strict=False)
+        name: example(argument(anchor, place)) for place, name in enumerate(NAMES)
     }
-    examples |= {"q": example(q), "k": example(k), "eps": EPS, "offset": OFFSET}
-    examples |= {"q_weight": example(q.args[1]), "k_weight": example(k.args[1])}  # type: ignore[arg-type]  # nodes
-    stands_first = anchor.args[0].args[0].target == aten.transpose.int  # type: ignore[union-attr]  # select's node
-    pattern, replacement = functions(1 if stands_first else 2, bool(q.args[4]), bool(anchor.args[13]))
+    examples |= {"q": example(argument(q, 0)), "q_weight": example(argument(q, 1))}
+    examples |= {
+        "k": example(argument(k, 0)),
+        "k_weight": example(argument(k, 1)),
+        "eps": EPS,
+        "offset": OFFSET,
+    }
+    flattened = argument(argument(anchor, 0), 0)
+    heads_dim = 1 if flattened.target == aten.transpose.int else 2
+    pattern, replacement = functions(heads_dim, argument(q, 4), argument(anchor, 13))
     return Spelling(pattern, replacement, examples, proof_inputs=proof_inputs("halves"))
 
 
@@ -61,7 +66,7 @@ def _norm_above(node: fx.Node) -> fx.Node | None:
     """The RMSNorm whose result, seen in another shape, is `node`."""
     views = {aten.select.int, aten.transpose.int, aten.view.default, aten.reshape.default}
     while node.target in views:
-        node = node.args[0]  # type: ignore[assignment]  # a view of a node
+        node = argument(node, 0)
     return node if node.target == rms_norm.OP else None
 
 
@@ -71,16 +76,20 @@ def functions(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Pattern and replacement; the same objects each time, so that they are traced once."""
 
-    def pattern(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                slots: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float) -> Tensor:  # fmt: skip
+    def pattern(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+        slots: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float,
+    ) -> Tensor:  # fmt: skip
         q = flat(rms_norm.OP(q, q_weight, eps, offset, round_first), heads_dim)
         k = flat(rms_norm.OP(k, k_weight, eps, offset, round_first), heads_dim)
         return rope_kv_write.OP(
             q, k, v, cos, sin, k_cache, v_cache, slots, None, None, 0.0, 0.0, False, interleaved
         )
 
-    def replacement(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                    slots: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float) -> Tensor:  # fmt: skip
+    def replacement(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+        slots: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float,
+    ) -> Tensor:  # fmt: skip
         return rope_kv_write.OP(
             flat(q, heads_dim), flat(k, heads_dim), v, cos, sin, k_cache, v_cache, slots, q_weight, k_weight,
             eps, offset, round_first, interleaved,

@@ -1,18 +1,21 @@
 """rms_norm(x + residual)  ->  ostinato::add_rms_norm, which returns the norm and the sum.
 
-Numerics: close (one kernel instead of two, same rounding points). Runs after fuse_rms_norm, so every spelling of the
-norm is covered. A scaled branch (granite) stays outside: the sum is residual + (branch * factor) all the same.
+Numerics: close (one kernel instead of two, same rounding points). Runs after fuse_rms_norm, so every spelling
+of the norm is covered. A scaled branch (granite) stays outside: the sum is residual + branch * factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from ostinato.ops import add_rms_norm, rms_norm
-from ostinato.passes.fusion import FusionPass, Match, Spelling
+from ostinato.passes.fusion import FusionPass
+from ostinato.passes.match import Match, Spelling
+from ostinato.passes.trace import Example
 from ostinato.passes.values import is_tensor, same_shape, tensor
 
 aten = torch.ops.aten
@@ -27,14 +30,14 @@ class FuseAddRMSNorm(FusionPass):
     anchors = (rms_norm.OP,)
 
     def spellings(self, anchor: fx.Node) -> Iterable[Spelling] | None:
-        total, weight, _, _, round_first = anchor.args
-        if not isinstance(total, fx.Node) or total.target != aten.add.Tensor or not is_tensor(total.args[1]):
+        total, weight, _, _, round_first = cast("tuple[Any, ...]", anchor.args)
+        if total.target != aten.add.Tensor or not is_tensor(total.args[1]):
             return None
         sample = torch.empty([2] * tensor(total).dim(), dtype=tensor(total).dtype)
-        examples = {
+        examples: dict[str, Example] = {
             "x": sample,
             "residual": sample.clone(),
-            "weight": torch.empty(2, dtype=tensor(weight).dtype),  # type: ignore[arg-type]  # a node
+            "weight": torch.empty(2, dtype=tensor(weight).dtype),
             "eps": EPS,
             "offset": OFFSET,
         }

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ostinato.ops import gelu_tanh_mul
-from ostinato.passes.fusion import FusionPass, Match, Spelling, example
+from ostinato.passes.fusion import FusionPass
+from ostinato.passes.match import Match, Spelling, example
 from ostinato.passes.values import same_shape
 
 

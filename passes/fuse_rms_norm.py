@@ -1,7 +1,8 @@
 """An RMSNorm written out  ->  ostinato::rms_norm.  Numerics: close (another kernel, same rounding points).
 
-Spellings: llama (round, then times weight), gemma (times 1 + weight in float32, then round), olmo2 (times weight in
-float32, then round), each with rsqrt(...) or pow(..., -0.5), and aten.rms_norm. A norm without a weight stays.
+Spellings: llama (round, then times weight), gemma (times 1 + weight in float32, then round), olmo2 (times
+weight in float32, then round), each with rsqrt(...) or pow(..., -0.5), and aten.rms_norm. A norm without a
+weight stays.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ostinato.ops import rms_norm
-from ostinato.passes.fusion import FusionPass, Match, Spelling
+from ostinato.passes.fusion import FusionPass
+from ostinato.passes.match import Match, Spelling, example
 from ostinato.passes.trace import Example
-from ostinato.passes.values import is_tensor, tensor
+from ostinato.passes.values import argument, is_tensor, tensor
 
 aten = torch.ops.aten
 
@@ -67,15 +69,11 @@ def _written_out(x: Tensor, *, uses_pow: bool) -> Iterator[Spelling]:
 
 
 def _library_call(anchor: fx.Node) -> Iterable[Spelling] | str:
-    x, weight = anchor.args[0], anchor.args[2] if len(anchor.args) > 2 else None
-    if not is_tensor(weight) or len(anchor.args) < 4 or anchor.args[3] is None:
+    x, weight, eps = (argument(anchor, place) for place in (0, 2, 3))
+    if weight is None or eps is None:
         return "rms_norm without a weight or without eps"
-    examples: dict[str, Example] = {
-        "x": torch.empty([*[2] * (tensor(x).dim() - 1), *tensor(weight).shape], dtype=tensor(x).dtype),  # type: ignore[arg-type]
-        "weight": torch.empty(tensor(weight).shape, dtype=tensor(weight).dtype),  # type: ignore[arg-type]
-        "eps": EPS,
-    }
-    return [Spelling(library, fused_library, examples)]
+    examples: dict[str, Example] = {"x": example(x), "weight": example(weight), "eps": EPS}
+    return [Spelling(library, fused_olmo2, examples)]
 
 
 def _xhat(x: Tensor, eps: float) -> Tensor:
@@ -103,7 +101,8 @@ def _spellings(xhat: Function) -> list[tuple[Function, Function, dict[str, Examp
         return (xhat(x.float(), eps) * weight.float()).to(x.dtype)
 
     return [
-        (gemma, fused_gemma, {"offset": OFFSET}),  # first: in float32 the others would take 1 + weight for the weight
+        # first: in float32 the others would take 1 + weight for the weight
+        (gemma, fused_gemma, {"offset": OFFSET}),
         (llama, fused_llama, {}),
         (olmo2, fused_olmo2, {}),
         (gemma4, fused_olmo2, {}),
@@ -123,9 +122,7 @@ def fused_olmo2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def library(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)  # type: ignore[arg-type]  # a Size is a list of ints
+    return F.rms_norm(x, list(weight.shape), weight, eps)
 
-
-fused_library = fused_olmo2
 
 SPELLINGS = {False: _spellings(_xhat), True: _spellings(_xhat_pow)}

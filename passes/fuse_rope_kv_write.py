@@ -1,13 +1,15 @@
 """Rotary embedding of q and k, then kv_write  ->  ostinato::rope_kv_write.  Numerics: close (rounds once).
 
-Rotated pairs are halves of the head (llama) or neighbours (glm, cohere); the whole head or its first part rotates;
-heads stand before tokens or after them; tables may be float32 (olmo2) and the sum may be taken in float32 (cohere,
-ernie). The tables must be what the op reads: both halves equal, or neighbours equal, as seen from how they were made.
+Rotated pairs are halves of the head (llama) or neighbours (glm, cohere); the whole head or its first part
+rotates; heads stand before tokens or after them; tables may be float32 (olmo2) and the sum may be taken in
+float32 (cohere, ernie). The tables must be what the op reads: both halves equal, or neighbours equal, as seen
+from how they were made.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -15,10 +17,15 @@ import torch
 from torch import Tensor, fx
 
 from ostinato.ops import kv_write, paged_attention, rms_norm, rope_kv_write
-from ostinato.passes.fusion import FusionPass, Match, Spelling, example
-from ostinato.passes.values import tensor
+from ostinato.passes.fusion import FusionPass
+from ostinato.passes.match import Match, Spelling, example
+from ostinato.passes.values import argument, is_tensor, tensor
 
 aten = torch.ops.aten
+
+
+Table = Literal["halves", "neighbours", "repeated"]
+Upcast = Literal["never", "first", "late"]
 
 
 class Layout(NamedTuple):
@@ -30,7 +37,7 @@ class Layout(NamedTuple):
     table: Literal[
         "halves", "neighbours", "repeated"
     ]  # equal entries of a table; repeated: its first half, in the graph
-    upcast: Literal["never", "first", "late"] = "never"  # x in float32; late: after its halves changed places
+    upcast: Upcast = "never"  # x in float32; late: after its halves changed places
     has_own_tables: bool = False  # q and k unsqueeze the tables each for themselves
 
 
@@ -40,23 +47,25 @@ class FuseRopeKVWrite(FusionPass):
     anchors = (kv_write.OP,)
 
     def spellings(self, anchor: fx.Node) -> Iterable[Spelling] | str:
-        k_cache = anchor.args[2]
-        readers = [u for u in k_cache.users if u.target == paged_attention.OP and anchor < u]  # type: ignore[union-attr]
+        k, k_cache = argument(anchor, 0), argument(anchor, 2)
+        readers = [user for user in k_cache.users if user.target == paged_attention.OP and anchor < user]
         if not readers:
             return "no attention reads the written keys"
-        above = _above(anchor.args[0])  # type: ignore[arg-type]  # a node
+        above = _above(k)
         table = next((node for node in above if node.target == aten.unsqueeze.default), None)
         if table is None:
             return "the keys are not rotated"
-        q, tables = readers[0].args[0], tensor(table.args[0])  # type: ignore[arg-type]  # nodes
+        q, tables = argument(readers[0], 0), tensor(argument(table, 0))
         if tables.dim() != 3 or not isinstance(tables.shape[-1], int):
             return "the rotary tables are not [1, tokens, values]"
-        return self._spellings(anchor, q, _layouts(above, table), tables)  # type: ignore[arg-type]
+        if argument(table, 1) % 4 not in (1, 2):
+            return "the rotary tables are spread over neither heads before nor heads after tokens"
+        return self._spellings(anchor, q, _layouts(above, table), tables)
 
     def _spellings(
         self, anchor: fx.Node, q: fx.Node, layouts: Iterable[Layout], tables: Tensor
     ) -> Iterator[Spelling]:
-        k, v, k_cache, v_cache, slots = anchor.args
+        k, v, k_cache, v_cache, slots = (argument(anchor, place) for place in range(5))
         sample = torch.empty(1, 5, tables.shape[-1], dtype=tables.dtype)
         for layout in layouts:
             pattern, replacement = functions(layout)
@@ -65,13 +74,13 @@ class FuseRopeKVWrite(FusionPass):
                 replacement,
                 {
                     "q": _with_heads(example(q), layout),
-                    "k": _with_heads(example(k), layout),  # type: ignore[arg-type]  # a node
-                    "v": example(v),  # type: ignore[arg-type]
+                    "k": _with_heads(example(k), layout),
+                    "v": example(v),
                     "cos": sample,
                     "sin": sample.clone(),
-                    "k_cache": example(k_cache),  # type: ignore[arg-type]
-                    "v_cache": example(v_cache),  # type: ignore[arg-type]
-                    "slots": example(slots),  # type: ignore[arg-type]
+                    "k_cache": example(k_cache),
+                    "v_cache": example(v_cache),
+                    "slots": example(slots),
                 },
                 ends=(q,),
                 shared=("cos", "sin"),
@@ -92,15 +101,15 @@ def _layouts(above: list[fx.Node], table: fx.Node) -> Iterator[Layout]:
     """Layouts that the nodes above the write allow, likely ones first."""
     ops = {node.target for node in above}
     is_interleaved = aten.stack.default in ops
-    kind: Literal["halves", "neighbours", "repeated"] = "neighbours" if is_interleaved else "halves"
+    kind: Table = "neighbours" if is_interleaved else "halves"
     if aten.repeat_interleave.self_int in ops:
         kind = "repeated"
     is_wide = any(n.target == aten.to.dtype and n.args[1] == torch.float32 for n in above)
-    width = int(tensor(table.args[0]).shape[-1])  # type: ignore[arg-type]  # a node
-    heads_dim = int(table.args[1]) % 4  # type: ignore[arg-type]  # a number
-    for has_own_tables in (False, True):
-        for upcast in ("first", "late") if is_wide else ("never",):
-            yield Layout(heads_dim, width, is_interleaved, kind, upcast, has_own_tables)  # type: ignore[arg-type]
+    width = int(tensor(argument(table, 0)).shape[-1])
+    heads_dim = argument(table, 1) % 4
+    upcasts: tuple[Upcast, ...] = ("first", "late") if is_wide else ("never",)
+    for has_own_tables, upcast in itertools.product((False, True), upcasts):
+        yield Layout(heads_dim, width, is_interleaved, kind, upcast, has_own_tables)
 
 
 def _above(node: fx.Node) -> list[fx.Node]:
@@ -150,15 +159,31 @@ def functions(layout: Layout) -> tuple[Callable[..., Any], Callable[..., Any]]:
             out = x_rot * cos + turned(x_rot) * sin
         return flat(torch.cat((out.to(x.dtype), x_pass), dim=-1), layout.heads_dim)
 
-    def pattern(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                slots: Tensor) -> Tensor:  # fmt: skip
+    def pattern(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
         for_q = tables(cos, sin)
         for_k = tables(cos, sin) if layout.has_own_tables else for_q
         kv_write.OP(rotated(k, *for_k), v, k_cache, v_cache, slots)
         return rotated(q, *for_q)
 
-    def replacement(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-                    slots: Tensor) -> Tensor:  # fmt: skip
+    def replacement(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
         cos, sin = cos[0], sin[0]
         if layout.table == "neighbours":  # the op wants each number once in the first half
             cos, sin = (torch.cat((t[:, ::2], t[:, ::2]), -1) for t in (cos, sin))
@@ -187,22 +212,17 @@ def proof_inputs(table: str) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _has_equal(table: fx.Node, parts: str) -> bool:
-    """Do the halves (or neighbours) of a table come from one tensor, with only elementwise steps in between?"""
+    """Do the halves (or neighbours) of a table come from one tensor, with elementwise steps in between?"""
     steps = {aten.cos.default, aten.sin.default, aten.to.dtype, aten.mul.Tensor, aten.clone.default}
     at = table
-    while at.target in steps and isinstance(at.args[0], fx.Node):
-        if (
-            at.target == aten.mul.Tensor
-            and isinstance(at.args[1], fx.Node)
-            and tensor(at.args[1]).numel() != 1
-        ):
+    while at.target in steps:
+        factor = argument(at, 1)
+        if at.target == aten.mul.Tensor and is_tensor(factor) and tensor(factor).dim():
             return False
-        at = at.args[0]
-    last = tensor(at).dim() - 1
+        at = argument(at, 0)
+    ends = (-1, tensor(at).dim() - 1)
     if parts == "halves":
-        pieces = at.args[0] if at.target == aten.cat.default else ()
-        dim = at.args[1] if len(at.args) > 1 else 0
-        return len(pieces) == 2 and pieces[0] is pieces[1] and dim in (-1, last)  # type: ignore[arg-type, index]
-    if at.target == aten.repeat_interleave.self_int:
-        return at.args[1] == 2 and len(at.args) > 2 and at.args[2] in (-1, last)
-    return False
+        pieces = argument(at, 0) if at.target == aten.cat.default else ()
+        return list(pieces) == list(pieces[:1]) * 2 and argument(at, 1, 0) in ends
+    is_repeat = at.target == aten.repeat_interleave.self_int
+    return is_repeat and argument(at, 1) == 2 and argument(at, 2) in ends

@@ -1,4 +1,7 @@
-"""silu(gate) * up  ->  ostinato::silu_mul, in either order.  Numerics: close (another kernel, same rounding points)."""
+"""silu(gate) * up  ->  ostinato::silu_mul, in either order.
+
+Numerics: close (another kernel, same rounding points).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ostinato.ops import silu_mul
-from ostinato.passes.fusion import FusionPass, Match, Spelling, example
+from ostinato.passes.fusion import FusionPass
+from ostinato.passes.match import Match, Spelling, example
 from ostinato.passes.values import same_shape
 
 

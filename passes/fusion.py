@@ -1,67 +1,27 @@
-"""A pass that replaces a pattern of nodes by an op. It states what to find and what to put there, and nothing else.
+"""A pass that replaces a pattern of nodes by an op. It states what to find and what to put there, no more.
 
-Unlike a list of patterns with all their numbers, a pass looks at one anchor node at a time and offers the spellings
-that its surroundings allow: types and sizes come from the graph, constants such as eps are captured, and a place that
-fits no spelling is refused with what differs.
+Unlike a list of patterns with all their numbers, a pass looks at one anchor node at a time and offers the
+spellings that its surroundings allow: types, sizes and constants such as eps come from the graph, and a place
+that fits no spelling is refused with what differs.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from ostinato.errors import CompileError
 from ostinato.passes.aliases import Aliases, is_impure
 from ostinato.passes.base import Pass, Tally
-from ostinato.passes.matcher import Found, Miss, find
-from ostinato.passes.proof import Proof, extract, in_float64, prove
-from ostinato.passes.trace import Example, trace
-from ostinato.passes.values import (
-    Values,
-    concrete_shape,
-    copy_origin,
-    is_tensor,
-    same_layout,
-    same_shape,
-    tensor,
-)
-
-
-class Spelling(NamedTuple):
-    """One way in which a model may write the pattern.
-
-    `pattern` and `replacement` take the names of `examples` as arguments: a tensor example (its type and its literal
-    sizes count) is an input, a float one (each another value) a constant that is read from the graph.
-    """
-
-    pattern: Callable[..., Any]
-    replacement: Callable[..., Any]
-    examples: dict[str, Example]
-    ends: tuple[fx.Node | None, ...] = ()  # graph nodes of the pattern's outputs, where known
-    shared: tuple[str, ...] = ()  # inputs whose preparation other nodes may use too (rotary tables)
-    proof_inputs: dict[
-        str, Callable[[Tensor], Tensor]
-    ] = {}  # make a random input one that the model can meet
-
-
-class Match(NamedTuple):
-    """A place where a spelling was found."""
-
-    anchor: fx.Node
-    spelling: Spelling
-    inputs: dict[str, fx.Node]
-    constants: dict[str, float]
-    outputs: tuple[fx.Node, ...]
-    nodes: tuple[fx.Node, ...]  # in graph order
-
-    def value(self, name: str) -> Tensor:
-        """The fake tensor of an input."""
-        return tensor(self.inputs[name])
+from ostinato.passes.match import Match, Spelling, conflict, misplaced, type_differs
+from ostinato.passes.matcher import Miss, find
+from ostinato.passes.proof import extract, in_float64, prove
+from ostinato.passes.trace import trace
+from ostinato.passes.values import Values, concrete_shape, copy_origin, same_layout, tensor
 
 
 class FusionPass(Pass):
@@ -71,7 +31,7 @@ class FusionPass(Pass):
 
     @abc.abstractmethod
     def spellings(self, anchor: fx.Node) -> Iterable[Spelling] | str | None:
-        """Spellings to try at `anchor`, best first; a reason to refuse it; None if it is none of this pass's business."""
+        """Spellings to try at `anchor`, best first; a reason to refuse it; None: no business of this pass."""
 
     def check(self, match: Match) -> str | None:
         """None accepts the match; a string refuses it and is counted."""
@@ -110,7 +70,7 @@ class FusionPass(Pass):
                 tuple(found.nodes[node] for node in traced.outputs),
                 tuple(sorted(found.nodes[node] for node in traced.nodes)),
             )
-            return _second_user(match, found, aliases) or self.check(match) or match
+            return conflict(match, aliases) or self.check(match) or match
         return best.reason
 
     def _replace(
@@ -123,11 +83,11 @@ class FusionPass(Pass):
         gone: set[fx.Node],
     ) -> str | None:
         point = next((node for node in match.nodes if is_impure(node)), min(match.outputs))
-        reason = _order(match, point)
+        reason = misplaced(match, point)
         if reason:
             return reason
         fresh, outputs = self._insert(graph, match, point, values)
-        reason = next(filter(None, map(_type_differs, match.outputs, outputs)), None)
+        reason = next(filter(None, map(type_differs, match.outputs, outputs)), None)
         if reason or not tally.accept():
             for node in reversed(fresh):
                 graph.erase_node(node)
@@ -144,12 +104,15 @@ class FusionPass(Pass):
                 graph.erase_node(node)
                 gone.add(node)
         values.refresh(node for node in changed if node not in gone)
+        for node in reversed(fresh):
+            if not node.users and not is_impure(node):
+                graph.erase_node(node)
         return None
 
     def _insert(
         self, graph: fx.Graph, match: Match, point: fx.Node, values: Values
     ) -> tuple[list[fx.Node], tuple[fx.Node, ...]]:
-        """Copy the replacement in front of `point`, with the captured constants; return its nodes and outputs."""
+        """Copy the replacement, with the captured constants, to `point`; return its nodes and outputs."""
         traced = trace(match.spelling.replacement, match.spelling.examples, key=match.spelling.replacement)
         numbers = {match.spelling.examples[name]: value for name, value in match.constants.items()}
         copies = {node: match.inputs[name] for name, node in traced.inputs.items()}
@@ -196,65 +159,8 @@ class FusionPass(Pass):
         kind = str(types[0]).removeprefix("torch.")
         truth = None if self.numerics == "exact" else in_float64(plain)
         proof = prove(plain, fused, samples, truth=truth, description=f"{kind}: {', '.join(parts)}")
-        tally.proofs.append(proof)
-        require(self.name, match.anchor, proof)
+        tally.prove(self.name, match.anchor, proof)
 
 
 def _unchanged(value: Tensor) -> Tensor:
     return value
-
-
-def require(name: str, anchor: fx.Node, proof: Proof) -> None:
-    """Raise CompileError for a proof that failed."""
-    if not proof.ok:
-        raise CompileError(
-            f"pass {name} at node {anchor.name} ({proof.description}): error {proof.max_error:.3g} is over the budget "
-            f"of {proof.budget:.3g}; report this, and compile with passes.off={name} until it is mended"
-        )
-
-
-def _second_user(match: Match, found: Found, aliases: Aliases) -> str | None:
-    """A reason if a node inside the match is needed outside, or if an input is written while the match computes."""
-    own = set(match.nodes)
-    private = {
-        name: node for name, node in match.inputs.items() if name not in match.spelling.shared
-    }.values()
-    depends: set[fx.Node] = set(private)
-    for node in match.nodes:
-        if any(source in depends for source in node.all_input_nodes):
-            depends.add(node)
-        if node in match.outputs or node not in depends:
-            continue
-        if any(user not in own for user in node.users):
-            return f"the intermediate result of {_name(node)} is used elsewhere too"
-    writer = aliases.writer_between(match.nodes[0], match.nodes[-1], list(match.inputs.values()), own)
-    return f"{_name(writer)} writes an input in between" if writer is not None else None
-
-
-def _order(match: Match, point: fx.Node) -> str | None:
-    """A reason if a new node at `point` would stand before one of its inputs, or after one of its users."""
-    if any(point < node for node in match.inputs.values() if node.op != "placeholder"):
-        return "an input is computed after the result is used"
-    own = set(match.nodes)
-    if any(user not in own and user < point for old in match.outputs for user in old.users):
-        return "a result is used before the fused op can run"
-    return None
-
-
-def _type_differs(old: fx.Node, new: fx.Node) -> str | None:
-    was, now = tensor(old), tensor(new)
-    if was.dtype != now.dtype:
-        return f"the graph's result is {was.dtype}, the op would give {now.dtype}".replace("torch.", "")
-    return None if same_shape(was, now) else "the op would give another shape"
-
-
-def _name(node: fx.Node) -> str:
-    return (
-        node.target._schema.name.split("::")[-1] if isinstance(node.target, OpOverload) else str(node.target)
-    )
-
-
-def example(node: fx.Node) -> Tensor:
-    """A tensor of the node's type and sizes for tracing a pattern; symbols become small numbers."""
-    assert is_tensor(node), f"{node.name} makes no single tensor"
-    return torch.empty(concrete_shape(tensor(node), {}), dtype=tensor(node).dtype)

@@ -1,7 +1,7 @@
 """Find a traced pattern in a graph, starting from one anchor node; say what differs where it is not found.
 
-Sums and products match in either order; a dimension matches counted from either end; a number that the pattern
-declares as a constant matches any number and is reported.
+Sums and products match in either order; a dimension matches counted from either end; a number that the
+pattern declares as a constant matches any number and is reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from ostinato.passes.trace import Traced
-from ostinato.passes.values import is_tensor, tensor
+from ostinato.passes.values import argument, is_tensor, tensor
 
 aten = torch.ops.aten
 
@@ -22,10 +22,13 @@ _COMMUTES = {aten.add.Tensor, aten.mul.Tensor}
 _ADDS_DIM = {aten.unsqueeze.default, aten.stack.default}
 
 
+Nodes = dict[fx.Node, fx.Node]  # pattern node -> graph node
+
+
 class Found(NamedTuple):
     """Where a pattern was found: pattern node -> graph node, constant name -> number."""
 
-    nodes: dict[fx.Node, fx.Node]
+    nodes: Nodes
     constants: dict[str, float]
 
 
@@ -45,8 +48,8 @@ def find(
 ) -> Found | Miss:
     """Match `pattern` so that its node of the anchor's operator is `anchor`.
 
-    `constants` are the numbers in the pattern that stand for any number. `ends` names the graph nodes of the pattern's
-    outputs where the caller knows them.
+    `constants` are the numbers in the pattern that stand for any number. `ends` names the graph nodes of the
+    pattern's outputs where the caller knows them.
     """
     starts = [node for node in pattern.nodes if node.target == anchor.target]
     assert starts, f"the pattern has no {anchor.target}"
@@ -66,45 +69,50 @@ Pairs = list[tuple[fx.Node, fx.Node]]
 
 
 class _Search:
-    """Backtracking over the few choices there are: operand order, and which user of a matched node to follow."""
+    """Backtracking over the few choices: operand order, and which user of a matched node to follow."""
 
     def __init__(self, pattern: Traced, names: dict[float, str]) -> None:
         self.pattern, self.names = pattern, names
-        self.inputs = set(pattern.inputs.values())
-        self.miss = Miss(0, "nothing fits")
+        self.inputs = {node: name for name, node in pattern.inputs.items()}
+        self.miss = Miss(-1, "nothing fits")
 
-    def solve(self, pending: Pairs, nodes: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node] | None:
+    def solve(self, pending: Pairs, nodes: Nodes) -> Nodes | None:
         pending = list(pending)
         while pending:
             want, have = pending.pop(0)
             if want in nodes:
-                if nodes[want] is not have:
-                    return self._fail(nodes, f"two inputs of the pattern's {_short(want)} differ")
-                continue
+                if nodes[want] is have:
+                    continue
+                again = f"{_short(have)} where the pattern reads its {_short(want)} again"
+                self._fail(nodes, f"{self.inputs[want]} would be two values" if want in self.inputs else again)
+                return None
             reason = self._differs(want, have, nodes)
             if reason:
-                return self._fail(nodes, reason)
+                self._fail(nodes, reason)
+                return None
             nodes = {**nodes, want: have}
             if want in self.inputs:
                 continue
             pairs = self._pairs(want, have)
             if isinstance(pairs, str):
-                return self._fail(nodes, pairs)
+                self._fail(nodes, pairs)
+                return None
             if want.target in _COMMUTES and len(pairs) == 2:
                 swapped = [(pairs[0][0], pairs[1][1]), (pairs[1][0], pairs[0][1])]
                 return self.solve(pairs + pending, nodes) or self.solve(swapped + pending, nodes)
             pending = pairs + pending
         return self._follow_users(nodes)
 
-    def _follow_users(self, nodes: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node] | None:
+    def _follow_users(self, nodes: Nodes) -> Nodes | None:
         """Everything above the matched nodes is done: go down to a pattern node that is still open."""
         taken = set(nodes.values())
         for want in self.pattern.nodes:
-            source = next((nodes[n] for n in want.all_input_nodes if n in nodes), None)
-            if want in nodes or source is None:
+            known = [source for source in want.all_input_nodes if source in nodes]
+            if want in nodes or not known:
                 continue
-            found = f"{_short(source)} is used by {' and '.join(sorted({_short(u) for u in source.users})) or 'nothing'}"
-            self._fail(nodes, f"{found}, not by {_short(want)}")
+            source = nodes[max(known)]  # the last one: an input of the pattern has more users than a step of it
+            users = " and ".join(sorted({_short(user) for user in source.users})) or "nothing"
+            self._fail(nodes, f"{_short(source)} is used by {users}, not by {_short(want)}")
             for have in source.users:
                 if have not in taken and have.target == want.target:
                     solved = self.solve([(want, have)], nodes)
@@ -113,15 +121,15 @@ class _Search:
             return None
         return nodes
 
-    def _differs(self, want: fx.Node, have: fx.Node, nodes: dict[fx.Node, fx.Node]) -> str | None:
+    def _differs(self, want: fx.Node, have: fx.Node, nodes: Nodes) -> str | None:
         if want in self.inputs:
             if not is_tensor(have):
-                return f"{_short(have)} is no tensor"
+                return f"{self.inputs[want]} is no tensor"
             wanted, got = tensor(want), tensor(have)
             if wanted.dtype != got.dtype:
-                return f"an input is {_dtype(got)} where the pattern has {_dtype(wanted)}"
+                return f"{self.inputs[want]} is {_dtype(got)}, not {_dtype(wanted)}"
             if wanted.dim() != got.dim():
-                return f"an input has {got.dim()} dimensions where the pattern has {wanted.dim()}"
+                return f"{self.inputs[want]} has {got.dim()} dimensions, not {wanted.dim()}"
             return None
         if have.op != "call_function" or have.target != want.target:
             return f"{_short(have)} where the pattern has {_short(want)}"
@@ -150,7 +158,7 @@ class _Search:
                     return f"{_short(have)} takes {_plain(g)} as {name}, the pattern {_plain(w)}"
         return pairs
 
-    def with_constants(self, nodes: dict[fx.Node, fx.Node]) -> Found | Miss:
+    def with_constants(self, nodes: Nodes) -> Found | Miss:
         constants: dict[str, float] = {}
         for want in self.pattern.nodes:
             pairs = zip(full_arguments(want), full_arguments(nodes[want]), strict=True)
@@ -162,8 +170,9 @@ class _Search:
                     )
         return Found(nodes, constants)
 
-    def _fail(self, nodes: dict[fx.Node, fx.Node], reason: str) -> None:
-        if len(nodes) >= self.miss.progress:
+    def _fail(self, nodes: Nodes, reason: str) -> None:
+        """Keep the reason of the attempt that came furthest."""
+        if len(nodes) > self.miss.progress:
             self.miss = Miss(len(nodes), reason)
 
 
@@ -173,27 +182,29 @@ def full_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
         yield from ((f"argument {place}", value) for place, value in enumerate(node.args))
         return
     rank = _rank(node)
-    for place, argument in enumerate(node.target._schema.arguments):
-        value = argument.default_value if argument.has_default_value() else None
-        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, value)
-        if argument.name in ("dim", "dim0", "dim1", "start_dim", "end_dim") and rank:
+    for place, wanted in enumerate(node.target._schema.arguments):
+        value = wanted.default_value if wanted.has_default_value() else None
+        value = argument(node, place, node.kwargs.get(wanted.name, value))
+        if wanted.name in ("dim", "dim0", "dim1", "start_dim", "end_dim") and rank:
             if isinstance(value, int):
                 value %= rank
             elif isinstance(value, list | tuple):
                 value = [d % rank if isinstance(d, int) else d for d in value]
-        yield argument.name, value
+        yield wanted.name, value
 
 
 def _rank(node: fx.Node) -> int:
-    first = node.args[0] if node.args else None
+    first = argument(node, 0)
     first = first[0] if isinstance(first, list | tuple) and first else first
-    return tensor(first).dim() + (node.target in _ADDS_DIM) if is_tensor(first) else 0  # type: ignore[arg-type]
+    return tensor(first).dim() + (node.target in _ADDS_DIM) if is_tensor(first) else 0
 
 
 def _short(node: fx.Node) -> str:
     """aten.mul.Tensor -> mul; placeholders by what they are, so that equal reasons of many layers add up."""
     if node.op == "placeholder":
         return "a graph input"
+    if node.op == "output":
+        return "the graph's output"
     return node.target._schema.name.split("::")[-1] if isinstance(node.target, OpOverload) else "a tuple item"
 
 

@@ -1,8 +1,8 @@
 """Linear layers over one input become one layer with their weights stacked; each result is a slice of it.
 
 QKV, gate and up.  Numerics: close (a wider matrix product may sum in another order).
-The stacked weight is a new graph input whose `meta["weight"]` is the concatenation of the old expressions; slices keep
-the wide row stride, nothing is copied.
+The stacked weight is a new graph input whose `meta["weight"]` is the concatenation of the old expressions;
+slices keep the wide row stride, nothing is copied.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch import Tensor, fx
 
 from ostinato.ops.weight_expr import concat
 from ostinato.passes.base import Pass, Tally
-from ostinato.passes.fusion import require
 from ostinato.passes.proof import prove
-from ostinato.passes.values import Values, concrete_shape, copy_origin, tensor
+from ostinato.passes.values import Values, argument, concrete_shape, copy_origin, tensor
 
 aten = torch.ops.aten
 
@@ -61,16 +60,15 @@ class MergeLinears(Pass):
 
         def merged(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             bias = torch.cat(tensors[count:]) if has_bias else None
-            return F.linear(x, torch.cat(tensors[:count]), bias).split(widths, -1)
+            return torch.split(F.linear(x, torch.cat(tensors[:count]), bias), widths, -1)
 
         what = f"{dtype}: x {list(shape)}, {count} weights of {', '.join(map(str, widths))} rows"
         proof = prove(split, merged, inputs, truth=split, description=what.removeprefix("torch."))
-        tally.proofs.append(proof)
-        require(self.name, group[0], proof)
+        tally.prove(self.name, group[0], proof)
 
 
 def _groups(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Linear layers by input, where there are two or more; only weights that are graph inputs can be stacked."""
+    """Linear layers by input, where two or more; only weights that are graph inputs can be stacked."""
     by_input: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target == aten.linear.default and "weight" in _weight(node).meta:
@@ -127,12 +125,15 @@ def _stack(graph: fx.Graph, parts: list[fx.Node]) -> fx.Node:
 
 
 def _input(node: fx.Node) -> fx.Node:
-    return node.args[0]  # type: ignore[return-value]  # a linear layer's input is a node
+    source: fx.Node = argument(node, 0)
+    return source
 
 
 def _weight(node: fx.Node) -> fx.Node:
-    return node.args[1]  # type: ignore[return-value]  # and so is its weight
+    weight: fx.Node = argument(node, 1)
+    return weight
 
 
 def _bias(node: fx.Node) -> fx.Node | None:
-    return node.args[2] if len(node.args) > 2 else None  # type: ignore[return-value]  # a node or None
+    bias: fx.Node | None = argument(node, 2)
+    return bias

@@ -71,9 +71,9 @@ def run(
 ) -> list[PassReport]:
     """Rewrite `graph_module` in place; `on_pass` hears each report as it is made.
 
-    `expected` is the least number of matches by pass name. ConfigError for a name in `config.off` that no pass has.
-    CompileError when a pass matched less often than expected (unless it, or a pass it needs, is off, or the fuel is
-    limited), and when a rewrite does not prove to be right.
+    `expected` is the least number of matches by pass name. ConfigError for a name in `config.off` that is no
+    pass's. CompileError when a pass matched less often than expected (unless it, or a pass it needs, is off,
+    or the fuel is limited) and when a rewrite does not prove to be right.
     """
     _check_names(config, expected)
     fuel = Fuel(config.fuel)
@@ -100,7 +100,7 @@ def run(
 
 
 def format_table(reports: list[PassReport]) -> str:
-    """One line per pass: name, matched, expected, refused, checks of the arithmetic, ms; refusals spelled out below."""
+    """One line per pass, ms being its time; refusals are spelled out below."""
     rows = [("pass", "matched", "expected", "refused", "proofs", "ms")]
     for r in reports:
         wanted = "" if r.expected is None else str(r.expected)
@@ -158,7 +158,8 @@ def _require_expected(reports: list[PassReport]) -> None:
     short = {r.name: r.expected for r in reports if r.expected is not None and matched[r.name] < r.expected}
     if short:
         parts = [
-            f"{name} matched {matched[name]} of {count} expected places ({_reasons(refused[name]) or 'nothing looked like it'})"
+            f"{name} matched {matched[name]} of {count} expected places "
+            f"({_reasons(refused[name]) or 'nothing looked like it'})"
             for name, count in short.items()
         ]
         raise CompileError(

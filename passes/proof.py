@@ -1,6 +1,6 @@
 """Check a rewrite by running it: the nodes before and after on random inputs, against float64.
 
-Budget of style B8: max|ours - truth| <= 2 * (max|plain - truth| + eps * max|truth|), truth being the nodes before the
+Budget: max|ours - truth| <= 2 * (max|plain - truth| + eps * max|truth|), truth being the nodes before the
 rewrite in float64 and plain the same nodes in the model's types. An exact rewrite must be bit-equal to plain.
 Memory that the nodes write (KV planes) is compared like a result.
 """
@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 def extract(
     nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """Copy `nodes` (in graph order) into a module of their own that takes `inputs` and returns a tuple of `outputs`."""
+    """Copy `nodes` (in graph order) into a module of their own: `inputs` in, a tuple of `outputs` out."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for place, node in enumerate(inputs):

@@ -1,7 +1,7 @@
 """Two nodes that compute the same from the same become one.  Numerics: exact.
 
-Nodes that touch memory which the graph writes stay as they are: between two equal reads of a KV plane there may be a
-write. Matches are the nodes removed.
+Nodes that touch memory which the graph writes stay as they are: between two equal reads of a KV plane there
+may be a write. Matches are the nodes removed.
 """
 
 from __future__ import annotations

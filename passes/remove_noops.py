@@ -1,9 +1,9 @@
 """Drop what changes nothing, and spell casts one way.  Numerics: exact.
 
-Gone: metadata asserts, evaluation-mode dropout, aliases, casts to the type at hand, views to the shape at hand, slices
-of everything, a transpose that undoes the one before, `x * 1.0`, empty parts of a concatenation, and every node that
-nobody uses and that writes nothing. `type_as` and `to.device` on one device become `to.dtype`.
-Matches are the nodes removed or respelled.
+Gone: metadata asserts, evaluation-mode dropout, aliases, casts to the type at hand, views to the shape at
+hand, slices of everything, a transpose that undoes the one before, `x * 1.0`, empty parts of a concatenation,
+and every node that nobody uses and that writes nothing. `type_as` and `to.device` on one device become
+`to.dtype`. Matches are the nodes removed or respelled.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch import fx
 
-from ostinato.passes.aliases import Aliases, is_impure
+from ostinato.passes.aliases import Aliases, arguments, is_impure
 from ostinato.passes.base import Pass, Tally
-from ostinato.passes.values import is_tensor, same_layout, same_shape, tensor
+from ostinato.passes.values import argument, is_tensor, same_layout, same_shape, same_size, tensor
 
 aten = torch.ops.aten
 
@@ -64,7 +63,7 @@ def _equal_node(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     rule = _RULES.get(node.target)
     equal = source if rule is not None and rule(node, source) else None
     if node.target == aten.transpose.int and _undoes(node, source):
-        equal = source.args[0]  # type: ignore[assignment]  # a node: _undoes looked
+        equal = argument(source, 0)
     if node.target == aten.mul.Tensor and equal is not None:
         # the product is fresh memory: the factor may stand in for it only if neither is ever written
         return None if aliases.is_written(node) or aliases.is_written(source) else equal
@@ -80,12 +79,15 @@ def _keeps_shape(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _keeps_layout(node: fx.Node, source: fx.Node) -> bool:
-    return same_layout(tensor(node), tensor(source)) and tensor(source).is_contiguous()
+    return same_layout(tensor(node), tensor(source))
 
 
 def _keeps_type(node: fx.Node, source: fx.Node) -> bool:
-    was, now = tensor(source), tensor(node)
-    return was.dtype == now.dtype and was.device == now.device and _is_plain_cast(node)
+    return _same_type(node, source) and _is_plain_cast(node)
+
+
+def _same_type(node: fx.Node, source: fx.Node) -> bool:
+    return tensor(node).dtype == tensor(source).dtype
 
 
 def _evaluates(node: fx.Node, source: fx.Node) -> bool:
@@ -94,12 +96,11 @@ def _evaluates(node: fx.Node, source: fx.Node) -> bool:
 
 def _is_one(node: fx.Node, source: fx.Node) -> bool:
     factor = node.args[1]
-    return isinstance(factor, int | float) and factor == 1 and tensor(node).dtype == tensor(source).dtype
+    return isinstance(factor, int | float) and factor == 1 and _same_type(node, source)
 
 
 def _is_whole(node: fx.Node, source: fx.Node) -> bool:
-    step = node.args[4] if len(node.args) > 4 else 1
-    return step == 1 and same_shape(tensor(node), tensor(source))
+    return argument(node, 4, 1) == 1 and same_shape(tensor(node), tensor(source))
 
 
 _RULES: dict[object, Callable[[fx.Node, fx.Node], bool]] = {
@@ -116,32 +117,27 @@ _RULES: dict[object, Callable[[fx.Node, fx.Node], bool]] = {
 
 def _is_plain_cast(node: fx.Node) -> bool:
     """Changes the type at most: same device, no forced copy, no memory format."""
-    options = dict(node.kwargs)
-    schema = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
-    options |= {a.name: v for a, v in zip(schema, node.args, strict=False)}
-    asks_for_more = any(options.get(key) for key in ("copy", "memory_format", "layout", "pin_memory"))
-    return not asks_for_more and tensor(node.args[0]).device == tensor(node).device  # type: ignore[arg-type]
+    extra = {"copy", "memory_format", "layout", "pin_memory"}
+    asks_for_more = any(value for wanted, value in arguments(node) if wanted.name in extra)
+    return not asks_for_more and tensor(argument(node, 0)).device == tensor(node).device
 
 
 def _undoes(node: fx.Node, source: fx.Node) -> bool:
     if source.target != aten.transpose.int:
         return False
     rank = tensor(node).dim()
-    return {int(d) % rank for d in node.args[1:]} == {int(d) % rank for d in source.args[1:]}  # type: ignore[arg-type]
+    dims, others = ({argument(n, place) % rank for place in (1, 2)} for n in (node, source))
+    return dims == others
 
 
 def _only_part(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     """The one part of a concatenation that is not empty. As with a product, only where nothing is written."""
-    parts = node.args[0]
-    if not isinstance(parts, list | tuple) or not all(is_tensor(part) for part in parts):
+    parts = argument(node, 0)
+    if not all(is_tensor(part) for part in parts):
         return None
-    whole: Tensor = tensor(node)
-    dim = int(node.args[1]) % whole.dim() if len(node.args) > 1 else 0  # type: ignore[arg-type]  # a plain int
-    full = [
-        p
-        for p in parts
-        if tensor(p).dim() != whole.dim() or not statically_known_true(tensor(p).shape[dim] == 0)
-    ]
-    if len(full) != 1 or tensor(full[0]).dtype != whole.dtype or not same_shape(tensor(full[0]), whole):
+    whole = tensor(node)
+    dim = argument(node, 1, 0) % whole.dim()
+    full = [part for part in parts if not same_size(tensor(part).shape[dim], 0)]
+    if len(full) != 1 or not _same_type(full[0], node) or not same_shape(tensor(full[0]), whole):
         return None
     return None if aliases.is_written(node) or aliases.is_written(full[0]) else full[0]

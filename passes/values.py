@@ -1,4 +1,4 @@
-"""The example value of a node (`meta["val"]`, a fake tensor): read it, compare it, compute it for new nodes."""
+"""The example value of a node (`meta["val"]`, a fake tensor): read, compare, compute for new nodes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
+
+
+def argument(node: fx.Node, place: int, default: Any = None) -> Any:
+    """Positional argument of a call; calls in exported graphs leave out trailing defaults."""
+    return node.args[place] if place < len(node.args) else default
 
 
 def tensor(node: fx.Node) -> Tensor:
@@ -29,7 +35,7 @@ def same_size(a: Any, b: Any) -> bool:
     """Equal for every number that the symbols can take."""
     if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt) and a.node.expr == b.node.expr:
         return True  # the common case, without the solver
-    return statically_known_true(a == b)
+    return bool(statically_known_true(a == b))
 
 
 def same_shape(a: Tensor, b: Tensor) -> bool:
@@ -48,7 +54,7 @@ def same_layout(a: Any, b: Any) -> bool:
 
 
 def concrete_shape(value: Tensor, sizes: dict[Any, int], *, first: int = 5) -> tuple[int, ...]:
-    """Shape with numbers for symbols. A new symbol takes the next number from `first` on and is kept in `sizes`."""
+    """Shape with numbers for symbols; a new symbol takes the next number from `first` on, kept in `sizes`."""
     shape = []
     for size in value.shape:
         if isinstance(size, torch.SymInt):
@@ -69,7 +75,7 @@ class Values:
 
     def compute(self, node: fx.Node) -> Any:
         """Set and return `meta["val"]` of a call node from the values of its arguments; no guard is added."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[no-untyped-call]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         key = (node.target, _key(args), _key(kwargs))
         if key not in self._known:
             self._known[key] = _call(node.target, args, kwargs)
@@ -98,7 +104,7 @@ class Values:
                 pending.extend(node.users)
 
     def add_call(self, graph: fx.Graph, target: Any, args: tuple[Any, ...], *, like: fx.Node) -> fx.Node:
-        """New call at the graph's insertion point, with its value; it counts as coming from where `like` came from."""
+        """New call at the graph's insertion point, with its value and the origin of `like`."""
         node = graph.call_function(target, args)
         copy_origin(like, node)
         self.compute(node)
@@ -108,7 +114,12 @@ class Values:
 def _call(target: Any, args: Any, kwargs: Any) -> Any:
     mode = detect_fake_mode((args, kwargs))
     shape_env = mode.shape_env if mode is not None else None
-    with mode or nullcontext(), shape_env.suppress_guards() if shape_env is not None else nullcontext():
+    guards = shape_env.suppress_guards() if shape_env is not None else nullcontext()
+    with (
+        mode or nullcontext(),
+        guards,
+        enable_python_dispatcher(),
+    ):  # torch 2.11: C++ linear wants plain sizes
         return target(*args, **kwargs)
 
 

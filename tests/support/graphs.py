@@ -1,21 +1,86 @@
-"""Graphs for pass tests: small functions traced as models are, and tiny models run before and after rewriting."""
+"""Graphs for pass tests: small functions traced as models are; tiny models run before and after a pass."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.support.captured import Sequences, kv_planes, weight_values
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from transformers import PreTrainedModel
 
 from ostinato.graph.capture import CapturedGraph
 from ostinato.ops.weight_expr import evaluate
+from ostinato.passes.base import Fuel, Pass, PassReport
 from ostinato.passes.proof import in_float64
 from ostinato.passes.remove_noops import RemoveNoops
+from tests.support.budget import assert_within_budget
+from tests.support.captured import Sequences, kv_planes, weight_values
+
+
+def assert_fuses(
+    rewrite: Pass,
+    function: Callable[..., Any],
+    make: Callable[[int], Sequence[Tensor]],
+    want_ops: dict[str, int],
+    *,
+    matches: int = 1,
+    tokens_dim: dict[int, int] | None = None,
+) -> PassReport:
+    """The whole contract of a fusion.
+
+    It matches, only `want_ops` are left, a second run and a run without fuel change nothing, and the new graph
+    gives the function's results (and what it wrote into its arguments) for any number of tokens. `make(tokens)`
+    gives fresh arguments.
+    """
+    graph_module = trace(function, *make(7), tokens_dim=tokens_dim)
+    before = graph_module.code
+    assert rewrite(graph_module, fuel=Fuel(0)).matched == 0
+    assert graph_module.code == before
+    report = rewrite(graph_module)
+    assert (report.matched, report.refused) == (matches, {}), report
+    assert ops(graph_module) == want_ops, ops(graph_module)
+    assert report.proofs
+    after = graph_module.code
+    assert rewrite(graph_module).matched == 0
+    assert graph_module.code == after
+    for node in graph_module.graph.nodes:
+        assert node.op == "output" or "val" in node.meta
+    unfused = trace(function, *make(7), tokens_dim=tokens_dim)
+    for tokens in (7, 1, 12):
+        arguments = list(make(tokens))
+        ours, plain = _results(graph_module, arguments), _results(unfused, arguments)
+        truth = _results(in_float64(unfused), [_double(t) for t in arguments])
+        for got, want, true in zip(ours, plain, truth, strict=True):
+            if want.is_floating_point():
+                assert_within_budget(got, true, want)
+            else:
+                assert torch.equal(got, want)
+    return report
+
+
+def assert_refuses(
+    rewrite: Pass,
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    refused: dict[str, int],
+    **options: Any,
+) -> None:
+    """Nothing matches, the reasons are those given, and the graph stays as it was."""
+    graph_module = trace(function, *tensors, **options)
+    before = graph_module.code
+    report = rewrite(graph_module)
+    assert (report.matched, report.refused) == (0, refused), report
+    assert graph_module.code == before
+
+
+def _results(function: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    copies = [tensor.clone() for tensor in tensors]
+    with torch.no_grad():
+        returned = function(*copies)
+    return [*returned, *copies]
 
 
 class _Function(nn.Module):
@@ -35,8 +100,8 @@ def trace(
 ) -> fx.GraphModule:
     """Trace `function` of `tensors`; argument i has its symbolic token count in dimension `tokens_dim[i]`.
 
-    Without `tokens_dim`, dimension 0 of the first argument is symbolic. `clean` runs the clean-up that comes first in
-    the pipeline.
+    Without `tokens_dim`, dimension 0 of the first argument is symbolic. `clean` runs the clean-up that comes
+    first in the pipeline.
     """
     dims = {0: 0} if tokens_dim is None else tokens_dim
     tokens = Dim("T", min=1, max=8192)
