@@ -4,7 +4,7 @@
 // Few rows of x: vector lanes run along K and are summed at the end of a tile (dot_tile).
 // More: x is turned so that lanes are rows of x, and each weight is broadcast (column_tile).
 // Weights are prefetched by hand: rows are too short for the hardware to find its stride.
-#include "native.h"
+#include "dot.h"
 
 namespace {
 

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,26 +26,37 @@ from ostinato.ops import linear, native_calls
 SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
     # No -ffast-math: NaN and infinity must pass, and it would switch denormals off for the whole process.
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
-    *("-Wno-psabi", "-Wl,--as-needed", "-Wl,--build-id=none"),
 )
-# Macro that a compiler predefines when it may use an extension -> its name in /proc/cpuinfo.
-FEATURE_MACROS = {
-    **{
-        f"__{name.upper()}__": name
-        for name in ("avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "popcnt")
-    },
+LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,--build-id=none")
+# A macro that a compiler predefines when it may use an extension, and the name in /proc/cpuinfo.
+FEATURES = {
     "__SSE4_2__": "sse4_2",
+    "__POPCNT__": "popcnt",
+    "__MOVBE__": "movbe",
     "__LZCNT__": "abm",
     "__BMI__": "bmi1",
-    **{
-        f"__AVX512{name.upper()}__": f"avx512{name}" for name in ("f", "cd", "dq", "bw", "vl", "ifma", "vbmi")
-    },
-    **{f"__AVX512{name.upper()}__": f"avx512_{name}" for name in ("vbmi2", "vnni", "bitalg", "bf16", "fp16")},
-    "__AVX512VPOPCNTDQ__": "avx512_vpopcntdq",
+    "__BMI2__": "bmi2",
+    "__F16C__": "f16c",
+    "__FMA__": "fma",
+    "__AVX__": "avx",
+    "__AVX2__": "avx2",
     "__AVXVNNI__": "avx_vnni",
+    "__AVX512F__": "avx512f",
+    "__AVX512CD__": "avx512cd",
+    "__AVX512DQ__": "avx512dq",
+    "__AVX512BW__": "avx512bw",
+    "__AVX512VL__": "avx512vl",
+    "__AVX512IFMA__": "avx512ifma",
+    "__AVX512VBMI__": "avx512vbmi",
+    "__AVX512VBMI2__": "avx512_vbmi2",
+    "__AVX512VNNI__": "avx512_vnni",
+    "__AVX512BITALG__": "avx512_bitalg",
+    "__AVX512VPOPCNTDQ__": "avx512_vpopcntdq",
+    "__AVX512BF16__": "avx512_bf16",
+    "__AVX512FP16__": "avx512_fp16",
     "__AMX_TILE__": "amx_tile",
     "__AMX_BF16__": "amx_bf16",
     "__ARM_NEON": "asimd",
@@ -72,7 +84,7 @@ def sources() -> list[Path]:
 
 def source_hash() -> str:
     """sha256 over kernel sources and flags: a library of another hash holds other kernels."""
-    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    digest = hashlib.sha256("\0".join((*FLAGS, *LINK_FLAGS)).encode())
     for path in sources():
         digest.update(f"\0{path.name}\0".encode())
         digest.update(path.read_bytes())
@@ -91,7 +103,7 @@ def cpu_features() -> tuple[str, ...]:
         if key.strip() in ("flags", "Features"):
             present = set(value.split())
             break
-    return tuple(sorted(present & set(FEATURE_MACROS.values())))
+    return tuple(sorted(present & set(FEATURES.values())))
 
 
 def missing_features(needed: tuple[str, ...]) -> tuple[str, ...]:
@@ -111,14 +123,20 @@ def build(out: Path, *, march: str = "native", cxx: str | None = None) -> BuildI
     version = _run([compiler, "--version"], march).splitlines()[0]
     macros = _run([compiler, f"-march={march}", "-dM", "-E", "-x", "c++", os.devnull], march)
     defined = {line.split()[1] for line in macros.splitlines() if line.startswith("#define")}
-    features = tuple(sorted({name for macro, name in FEATURE_MACROS.items() if macro in defined}))
+    features = tuple(sorted({name for macro, name in FEATURES.items() if macro in defined}))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".kernels-") as folder:
-        made = Path(folder) / out.name
-        units = [path.name for path in sources() if path.suffix == ".cpp"]
-        _run([compiler, *flags, *units, "-o", str(made.resolve())], march)
-        made.replace(out)
-    return BuildInfo(compiler, version, flags, source_hash(), features, time.perf_counter() - started)
+        made = Path(folder).resolve()
+        units = [path.stem for path in sources() if path.suffix == ".cpp"]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            commands = [[compiler, *flags, "-c", f"{unit}.cpp", "-o", f"{made}/{unit}.o"] for unit in units]
+            list(pool.map(lambda command: _run(command, march), commands))
+        objects = [f"{made}/{unit}.o" for unit in units]
+        _run([compiler, *LINK_FLAGS, *objects, "-o", f"{made}/{out.name}"], march)
+        (made / out.name).replace(out)
+    return BuildInfo(
+        compiler, version, (*flags, *LINK_FLAGS), source_hash(), features, time.perf_counter() - started
+    )
 
 
 def _find_compiler(cxx: str | None) -> str:
@@ -146,7 +164,7 @@ def _run(command: list[str], march: str) -> str:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a library made by `build`; its team follows torch's thread number. ArtifactError when it cannot."""
+    """Load a library made by `build`; its team follows torch's thread number. Raises ArtifactError."""
     try:
         library = ctypes.CDLL(str(path))
         torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -3,6 +3,7 @@
 // A tile is up to MAX_ROWS query rows (some tokens of one sequence times the heads of one KV head) against TILE_KEYS
 // keys at a time. Scores of few rows are dot products over the head; of many rows, products with K turned once.
 // Long contexts of few rows are split into chunks of keys, merged at the end; a split depends on its sequence only.
+#include "dot.h"
 #include "native_math.h"
 #include "paged_cache.h"
 
