@@ -76,7 +76,11 @@ class Engine:
         self._clock = clock
         self._memory, self._blocks = _kv_memory(facts, config)
         self._sizer = KVSizer(self._memory, self._blocks, clock=clock)
-        window = _window(facts, config, self._blocks.capacity * config.kv.block_tokens)
+        try:
+            window = _window(facts, config, self._blocks.capacity * config.kv.block_tokens)
+        except ConfigError:
+            self._memory.close()
+            raise
         self.info = EngineInfo(
             model=config.server.served_name or model.folder.name,
             vocab_size=facts.vocab_size,

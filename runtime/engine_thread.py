@@ -74,20 +74,20 @@ class EngineThread(StreamingClient):
                 engine = Engine(self._loaded(), self._config, inbox=self._inbox)
                 with engine:
                     info = engine.info.model_copy(update={"load_seconds": time.monotonic() - began})
-                    loop.call_soon_threadsafe(_set_result, ready, info)
-                    engine.serve(_LoopOutlet(loop, self._deliver))
-                del engine
+                    _call(loop, _set_result, ready, info)
+                    engine.serve(_LoopOutlet(loop, self._deliver, self._inbox))
         except Exception as wrong:  # a thread border: whatever it is, the clients must hear of it
             log.exception("engine thread ends")
             reason = (
                 wrong if isinstance(wrong, EngineDead) else EngineDead(f"{type(wrong).__name__}: {wrong}")
             )
-            loop.call_soon_threadsafe(self._die, reason)
-            loop.call_soon_threadsafe(
-                _set_exception, ready, wrong if isinstance(wrong, EngineError) else reason
-            )
+            first = wrong if isinstance(wrong, EngineError) else reason
+            _call(loop, self._die, reason)
+            _call(
+                loop, _set_exception, ready, first.with_traceback(None)
+            )  # frames would keep the memory alive
         finally:
-            loop.call_soon_threadsafe(self._ended.set)
+            _call(loop, self._ended.set)
 
     def _loaded(self) -> Model:
         if self._load is not None:
@@ -98,17 +98,35 @@ class EngineThread(StreamingClient):
 
 
 class _LoopOutlet:
-    """Engine news into an asyncio loop: one wake-up per step."""
+    """Engine news into an asyncio loop: one wake-up per step. A loop that was closed stops the engine."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Message]], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[Sequence[Message]], None],
+        inbox: Inbox,
+    ) -> None:
         self._loop = loop
         self._deliver = deliver
+        self._inbox = inbox
 
     def send(self, messages: Sequence[Message]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, messages)
+        if not _call(self._loop, self._deliver, messages):
+            self._inbox.close()
 
     def idle(self) -> None:
         pass
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> bool:
+    """Call in the loop's thread; False if the loop was closed without closing the client."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        return False
+    return True
 
 
 def _set_result(ready: asyncio.Future[EngineInfo], info: EngineInfo) -> None:

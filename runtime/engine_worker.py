@@ -6,6 +6,7 @@ manager sends to the whole group, are ignored so that the parent can let running
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -70,6 +71,8 @@ def _serve(
     listener.start()  # before the binding below: a new thread inherits its maker's core
     with bound_threads(plan_threads(start.config.cpu)):
         engine = Engine(load(Path(start.artifact), start.config), start.config, inbox=inbox)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no later collection needs to look at it
         with engine:
             writer.send([engine.info])
             engine.serve(_SocketOutlet(writer))

@@ -6,6 +6,8 @@ thread, also from one that runs a loop already (a notebook).
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.llm_session import Input, Session
 from ostinato.runtime.messages import EngineInfo, EngineStats, SamplingParams
+from ostinato.runtime.openmp_spin import shorten_spin
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 from ostinato.runtime.text import TextFrontEnd
 
@@ -50,7 +53,9 @@ class LLM:
         """
         config = configured(config or EngineConfig(), settings)
         logs.setup(config.log_level)
-        # Imported here: reading `LLM`'s documentation or a configuration error needs no torch.
+        if "torch" not in sys.modules:
+            shorten_spin(os.environ)
+        # Imported here: a wrong setting is reported without waiting for torch, and after the line above.
         from ostinato.runtime.compile_cache import resolve_artifact
         from ostinato.runtime.engine_thread import EngineThread
         from ostinato.runtime.progress import compile_progress

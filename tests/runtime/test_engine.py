@@ -8,9 +8,9 @@ import random
 import pytest
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.config import SchedulerConfig
+from ostinato.runtime.config import KVConfig, SchedulerConfig
 from ostinato.runtime.engine import Engine
-from ostinato.runtime.messages import Abort, Refused, SamplingParams
+from ostinato.runtime.messages import Abort, EngineStats, Refused, SamplingParams
 from tests.support.engine_runs import (
     BLOCK_TOKENS,
     events_of,
@@ -374,3 +374,41 @@ def test_default_sampling_draws_the_same_tokens_in_any_company():
     assert alone == company
     assert alone != other["drawn"]
     assert alone != TOY.greedy([5, 6], 12)
+
+
+def test_an_idle_engine_says_so_checks_its_books_and_gives_memory_back():
+    class Outlet:
+        def __init__(self):
+            self.sent, self.idled = [], 0
+
+        def send(self, messages):
+            self.sent.extend(messages)
+            if self.idled:  # these are the books after shrinking
+                engine.inbox.close()
+
+        def idle(self):
+            self.idled += 1
+
+    kv = KVConfig(initial_mib=1, max_gib=0.02, headroom_gib=0, idle_shrink_s=0.1)
+    with Engine(ToyModel(), toy_config(kv=kv)) as engine:
+        engine.inbox.put(*(greedy(f"r{i}", prompt_of(500, i), 2) for i in range(12)))
+        outlet = Outlet()
+        engine.serve(outlet)
+        assert outlet.idled == 1
+        stats = [message for message in outlet.sent if isinstance(message, EngineStats)]
+        assert (stats[-1].running, stats[-1].blocks_used) == (0, 0)
+        assert stats[-1].blocks_committed < 12 * 32 <= stats[-2].blocks_committed
+
+
+def test_broken_books_of_an_idle_engine_end_it(monkeypatch):
+    class Outlet:
+        def send(self, messages):
+            pass
+
+        def idle(self):
+            engine._blocks.allocate(1)  # a leak
+
+    with toy_engine() as engine:
+        engine.inbox.put(greedy("r", [5], 1))
+        with pytest.raises(AssertionError, match="blocks held"):
+            engine.serve(Outlet())
