@@ -152,7 +152,7 @@ def functions(layout: Layout) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         wide = x.float() if layout.upcast == "first" else x
-        x_rot, x_pass = wide[..., : layout.rotated], wide[..., layout.rotated :]
+        x_rot, x_pass = wide[..., : layout.rotated], x[..., layout.rotated :]
         if layout.upcast == "late":
             out = x_rot.float() * cos + turned(x_rot).float() * sin
         else:

@@ -84,7 +84,9 @@ class _Search:
                 if nodes[want] is have:
                     continue
                 again = f"{_short(have)} where the pattern reads its {_short(want)} again"
-                self._fail(nodes, f"{self.inputs[want]} would be two values" if want in self.inputs else again)
+                self._fail(
+                    nodes, f"{self.inputs[want]} would be two values" if want in self.inputs else again
+                )
                 return None
             reason = self._differs(want, have, nodes)
             if reason:
@@ -110,7 +112,9 @@ class _Search:
             known = [source for source in want.all_input_nodes if source in nodes]
             if want in nodes or not known:
                 continue
-            source = nodes[max(known)]  # the last one: an input of the pattern has more users than a step of it
+            source = nodes[
+                max(known)
+            ]  # the last one: an input of the pattern has more users than a step of it
             users = " and ".join(sorted({_short(user) for user in source.users})) or "nothing"
             self._fail(nodes, f"{_short(source)} is used by {users}, not by {_short(want)}")
             for have in source.users:

@@ -70,8 +70,11 @@ def test_what_changes_something_stays(function, op):
 
 
 def test_casts_are_spelled_one_way():
-    graph = trace(lambda x, y: (x.type_as(y), x.to("cpu", torch.bfloat16)), torch.randn(5, 8), torch.randn(5).half(),
-                  tokens_dim={0: 0, 1: 0}, clean=False)  # fmt: skip
+    def casts(x, y):
+        return x.type_as(y), x.to("cpu", torch.bfloat16)
+
+    tensors = torch.randn(5, 8), torch.randn(5).half()
+    graph = trace(casts, *tensors, tokens_dim={0: 0, 1: 0}, clean=False)
     RemoveNoops()(graph)
     targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
     assert targets == ["aten.to.dtype"] * 2
