@@ -76,6 +76,7 @@ def _serve(
         with engine:
             writer.send([engine.info])
             engine.serve(_SocketOutlet(writer))
+    gc.unfreeze()  # libraries complain at exit about objects that were never collected
 
 
 class _SocketOutlet:

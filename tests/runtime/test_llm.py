@@ -7,6 +7,8 @@ import time
 from contextlib import aclosing
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from ostinato.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest
 from ostinato.runtime.config import EngineConfig, KVConfig, SchedulerConfig
@@ -14,6 +16,7 @@ from ostinato.runtime.engine_thread import EngineThread
 from ostinato.runtime.llm import LLM, configured
 from ostinato.runtime.messages import SamplingParams
 from tests.support.engine_runs import prompt_of, toy_config
+from tests.support.tiny_models import make_tiny
 from tests.support.toy_model import CRASH, EOS, POISON, ToyModel, load_toy
 from tests.support.toy_text import front_end
 
@@ -284,3 +287,20 @@ def test_progress_is_shown_only_when_asked_for(llm, capsys):
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b"], GREEDY, progress=True)
     assert "2/2" in capsys.readouterr().err
+
+
+def test_a_model_folder_is_compiled_once_and_then_loaded_from_the_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_tiny("llama", tmp_path / "tiny")
+    settings = {"cpu": {"bind": False}, "kv": {"initial_mib": 1, "max_gib": 0.1, "headroom_gib": 0}}
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(tmp_path / "tiny", **settings) as first:
+        answer = first.generate([5, 6, 7], params)[0].outputs[0]
+        assert first.text.decode(answer.token_ids) == answer.text
+    assert "compiling tiny" in capsys.readouterr().err
+    with LLM(tmp_path / "tiny", **settings, progress=False) as second:
+        assert second.generate([5, 6, 7], params)[0].outputs[0] == answer
+    assert capsys.readouterr().err.count("compiling") == 0
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
+    ids = reference.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert ids[0, 3:].tolist() == list(answer.token_ids)
