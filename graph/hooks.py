@@ -82,7 +82,7 @@ class CaptureHooks:
         self._planes = planes
 
     def has_experts(self, model: nn.Module) -> bool:
-        return any(hasattr(module, "_is_expert_parallel") for module in model.modules())
+        return any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in model.modules())
 
     def _mask(self, *args: Any, **kwargs: Any) -> MaskFact:
         mask_function = kwargs["mask_function"]

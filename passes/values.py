@@ -127,7 +127,7 @@ def _key(value: Any) -> Any:
     """What of an argument decides about the layout of the result."""
     if isinstance(value, Tensor):
         return value.dtype, value.device, _key(tuple(value.shape)), _key(value.stride())
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value.node.expr
     if isinstance(value, dict):
         return tuple((name, _key(value[name])) for name in sorted(value))

@@ -72,7 +72,9 @@ class Proof(Section):
     budget: float = Field(description="2 * (largest |unfused - float64| + eps * largest |float64|)")
     unfused_error: float
     argmax_equal: bool
-    kv_max_error: float
+    kv_max_error: float = Field(
+        description="the same over all KV planes, in units of a plane's largest value"
+    )
     kv_budget: float
 
 
