@@ -37,6 +37,10 @@ class FuseRMSNorm(FusionPass):
         source = _norm_input(anchor)
         if source is None:
             return "the root is not taken of a mean of squares plus a number"
+        if source.target == aten.sub.Tensor:
+            return "the mean is taken off first: a LayerNorm"
+        if not _is_weighed(anchor):
+            return "the norm has no weight"
         return _written_out(tensor(source), uses_pow=anchor.target == aten.pow.Tensor_Scalar)
 
     def check(self, match: Match) -> str | None:
@@ -58,6 +62,13 @@ def _norm_input(anchor: fx.Node) -> fx.Node | None:
     if isinstance(source, fx.Node) and source.target == aten.to.dtype:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and is_tensor(source) else None
+
+
+def _is_weighed(anchor: fx.Node) -> bool:
+    """Is x times the root, perhaps cast, multiplied once more?"""
+    xhats = [user for user in anchor.users if user.target == aten.mul.Tensor]
+    casts = [user for xhat in xhats for user in xhat.users if user.target == aten.to.dtype]
+    return any(user.target == aten.mul.Tensor for xhat in (*xhats, *casts) for user in xhat.users)
 
 
 def _written_out(x: Tensor, *, uses_pow: bool) -> Iterator[Spelling]:

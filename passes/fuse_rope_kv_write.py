@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from ostinato.ops import kv_write, paged_attention, rms_norm, rope_kv_write
+from ostinato.ops import add_rms_norm, kv_write, paged_attention, rms_norm, rope_kv_write
 from ostinato.passes.fusion import FusionPass
 from ostinato.passes.match import Match, Spelling, example
 from ostinato.passes.values import argument, is_tensor, tensor
@@ -51,6 +52,8 @@ class FuseRopeKVWrite(FusionPass):
         readers = [user for user in k_cache.users if user.target == paged_attention.OP and anchor < user]
         if not readers:
             return "no attention reads the written keys"
+        if _is_norm(k):
+            return "the keys are normed after the rotation, or not rotated"
         above = _above(k)
         table = next((node for node in above if node.target == aten.unsqueeze.default), None)
         if table is None:
@@ -123,6 +126,13 @@ def _above(node: fx.Node) -> list[fx.Node]:
             found[at] = None
             pending += [] if at.target in ends else at.all_input_nodes
     return list(found)
+
+
+def _is_norm(node: fx.Node) -> bool:
+    """Is `node` a norm, seen in another shape?"""
+    while node.target in (aten.select.int, aten.transpose.int, operator.getitem):
+        node = argument(node, 0)
+    return node.target in (rms_norm.OP, add_rms_norm.OP)
 
 
 def _with_heads(x_THD: Tensor, layout: Layout) -> Tensor:

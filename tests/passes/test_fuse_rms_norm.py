@@ -117,6 +117,11 @@ def without_weight(x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
+def layer_norm(x, weight):
+    centred = x - x.mean(-1, keepdim=True)
+    return weight * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
 def over_the_tokens(x, weight):
     return weight * (x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6))
 
@@ -145,7 +150,8 @@ def with_a_second_user(x, weight):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (without_weight, "mul is used by the graph's output, not by mul"),
+        (without_weight, "the norm has no weight"),
+        (layer_norm, "the mean is taken off first: a LayerNorm"),
         (over_the_tokens, "mean takes 0 as dim, the pattern 1"),
         (of_the_sum, "the root is not taken of a mean of squares plus a number"),
         (of_cubes, "pow takes 3 as exponent, the pattern 2"),

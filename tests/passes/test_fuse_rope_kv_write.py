@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ostinato.ops import kv_write, paged_attention
+from ostinato.ops import kv_write, paged_attention, rms_norm
 from ostinato.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from ostinato.passes.remove_noops import RemoveNoops
 from tests.support.attention_graphs import (
@@ -95,6 +95,13 @@ def refuses(function, reason, make=None):
 
 def test_keys_without_rotation_are_refused():
     refuses(attention(lambda x, cos, sin: x), "the keys are not rotated")
+
+
+def test_a_norm_after_the_rotation_is_refused():
+    def hunyuan(x, cos, sin):
+        return rms_norm.OP(llama_rope(x, cos, sin), torch.ones(D), 1e-6, 0.0, True)
+
+    refuses(attention(hunyuan), "the keys are normed after the rotation, or not rotated")
 
 
 def test_a_write_that_no_attention_reads_is_refused():
