@@ -107,7 +107,7 @@ class EngineProcess(StreamingClient):
             self._process.kill()
         code = await self._process.wait()
         reason = last_words or EngineDead(_obituary(code, fatal))
-        if not self._closing:
+        if ready.done() and not self._closing:
             log.error("%s", reason)
         self._die(reason)
         if not ready.done():

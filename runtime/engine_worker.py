@@ -42,7 +42,8 @@ def main(load: Callable[[Path, EngineConfig], Model] | None = None) -> int:
     except Exception as wrong:  # a process border: whatever it is, the parent must hear of it
         if isinstance(wrong, OSError) and wrong.errno in (32, 104):  # EPIPE, ECONNRESET: nobody is listening
             return 0
-        log.exception("engine process ends")
+        if not isinstance(wrong, EngineError):  # those explain themselves, and the parent tells them
+            log.exception("engine process ends")
         _say_farewell(writer, wrong)
         return 1
     return 0

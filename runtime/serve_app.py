@@ -34,10 +34,7 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"server.port={config.port}: in use on {config.host}; stop the other program or choose "
-                "another port (0: any free one)"
-            ) from None
+            raise _in_use(config.host, config.port) from None
         raise ConfigError(
             f"server.host={config.host} server.port={config.port}: cannot listen: {error.strerror or error}"
         ) from None
@@ -69,11 +66,18 @@ async def serve(
         await runner.setup()
         make_protocol = runner.server
         assert make_protocol is not None  # set up just now
-        server = await loop.create_server(
-            lambda: WatchedConnection(cast(asyncio.Protocol, make_protocol())), sock=sock, backlog=_BACKLOG
-        )
+        host, port = sock.getsockname()[:2]
+
+        def make_watched() -> asyncio.Protocol:
+            return WatchedConnection(cast(asyncio.Protocol, make_protocol()))
+
         try:
-            host, port = sock.getsockname()[:2]
+            server = await loop.create_server(make_watched, sock=sock, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise _in_use(host, port) from None  # two servers started at once, and the other was faster
+        try:
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             log.info("serving on %s", url)
             if on_ready is not None:
@@ -86,6 +90,13 @@ async def serve(
         await runner.cleanup()
         for number in handled:
             loop.remove_signal_handler(number)
+
+
+def _in_use(host: str, port: int) -> ConfigError:
+    return ConfigError(
+        f"server.port={port}: in use on {host}; "
+        "stop the other program or choose another port (0: any free one)"
+    )
 
 
 def _try_handle(loop: asyncio.AbstractEventLoop, number: signal.Signals, handler: Callable[[], None]) -> bool:

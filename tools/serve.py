@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from ostinato import log as logs
-from ostinato.errors import CompileError
+from ostinato.errors import CompileError, ModelError
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.serve_app import listen, serve
@@ -68,6 +68,8 @@ def find_artifact(path: Path, config: EngineConfig) -> Path:
     """
     if (path / MANIFEST).is_file():
         return path
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or folder; give an artifact, a model folder or a GGUF file")
     command = [sys.executable, "-m", "ostinato.tools.main", "compile", str(path)]
     for setting, value in changed(config).items():
         if setting.startswith(("graph.", "passes.")) or setting == "kv.block_tokens":
