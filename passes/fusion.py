@@ -137,9 +137,8 @@ class FusionPass(Pass):
     ) -> None:
         """Run old and new nodes on random inputs, once per spelling, set of sizes and constants."""
         sizes: dict[Any, int] = {}
-        inputs = {
-            node: name for name, node in reversed(match.inputs.items())
-        }  # a node that serves twice comes once
+        # a node that serves as two inputs comes once
+        inputs = {node: name for name, node in reversed(match.inputs.items())}
         shapes = {name: concrete_shape(tensor(node), sizes) for node, name in inputs.items()}
         types = tuple(tensor(node).dtype for node in inputs)
         key = (match.spelling.pattern, match.spelling.replacement, tuple(shapes.items()), types,

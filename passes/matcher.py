@@ -112,9 +112,8 @@ class _Search:
             known = [source for source in want.all_input_nodes if source in nodes]
             if want in nodes or not known:
                 continue
-            source = nodes[
-                max(known)
-            ]  # the last one: an input of the pattern has more users than a step of it
+            # the last one: an input of the pattern has more users than a step of it
+            source = nodes[max(known)]
             users = " and ".join(sorted({_short(user) for user in source.users})) or "nothing"
             self._fail(nodes, f"{_short(source)} is used by {users}, not by {_short(want)}")
             for have in source.users:
