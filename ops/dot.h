@@ -21,23 +21,25 @@ template <> struct Dot<bf16> {
 };
 #endif
 
-// Lane i of the result is the sum of vector i.
-INLINE f32v transposed_sum(f32v (&v)[LANES]) {
 #if defined(__clang__)
-#define PICK(...) __builtin_shufflevector(v[2 * i], v[2 * i + 1], __VA_ARGS__)
+#define PICK(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
 #else
-#define PICK(...) __builtin_shuffle(v[2 * i], v[2 * i + 1], i32v{__VA_ARGS__})
+#define PICK(A, B, ...) __builtin_shuffle(A, B, i32v{__VA_ARGS__})
 #endif
+// Sums of neighbouring lanes, those of `a` first.
+INLINE f32v pair_sums(f32v a, f32v b) {
 #if defined(__AVX512F__)
-#define PAIR_SUMS                                                                   \
-    PICK(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +        \
-        PICK(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #else
-#define PAIR_SUMS PICK(0, 2, 4, 6, 8, 10, 12, 14) + PICK(1, 3, 5, 7, 9, 11, 13, 15)
+    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #endif
-    for (int count = LANES / 2; count; count /= 2)
-        for (int i = 0; i < count; i++) v[i] = PAIR_SUMS;
-#undef PAIR_SUMS
+}
 #undef PICK
+
+// COUNT vectors, a power of two, become one: its lanes hold LANES / COUNT partial sums of the first, of the second, ...
+template <int COUNT> INLINE f32v pair_tree(f32v (&v)[COUNT]) {
+    for (int count = COUNT / 2; count; count /= 2)
+        for (int i = 0; i < count; i++) v[i] = pair_sums(v[2 * i], v[2 * i + 1]);
     return v[0];
 }

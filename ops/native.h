@@ -13,6 +13,7 @@
     OSTINATO_API long NAME##_f32(const ARGS *args) { return RUN<float>(*args); } \
     OSTINATO_API long NAME##_bf16(const ARGS *args) { return RUN<bf16>(*args); }
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 // float32 values in one vector, and vectors that fit into registers.
 #if defined(__AVX512F__)
@@ -59,7 +60,7 @@ INLINE f32v load(const bf16 *p) {
     memcpy(&raw, p, sizeof raw);
     return (f32v)(__builtin_convertvector(raw, u32v) << 16);
 }
-template <class V> INLINE V load_as(const float *p) {
+template <class V> INLINE V load_as(const void *p) {
     V v;
     memcpy(&v, p, sizeof v);
     return v;
