@@ -1,7 +1,8 @@
 """How often each pass must match, counted from the unfused graph and the modules that made it.
 
-The counts look for one tell-tale operator per construct (an RMSNorm has one rsqrt, a gated MLP one activation
-that is multiplied), never for a whole pattern, so that a pass which misses a spelling is found out.
+The counts look for one tell-tale per construct (a module that calls itself RMSNorm, an activation that is
+multiplied, keys that depend on a cosine), never for a whole pattern: a pass that misses a spelling is found
+out.
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ aten = torch.ops.aten
 
 def expected_matches(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
     """Pass name -> least number of matches; passes that rewrite nothing countable are absent."""
+    rotated = sum(_is_rotated_write(node) for node in graph.nodes)
     counts = {
-        "rms_norm": sum(_is_inverse_root(node) for node in graph.nodes),
+        "rms_norm": sum(_is_weighted_rms_norm(module) for module in model.modules()),
         "silu_mul": sum(node.target == aten.silu.default and _is_multiplied(node) for node in graph.nodes),
         "gelu_tanh_mul": sum(_is_gelu_tanh(node) and _is_multiplied(node) for node in graph.nodes),
-        "rope_kv_write": sum(_is_rotated_write(node) for node in graph.nodes),
-        "merge_linears": sum(_parallel_groups(module) for module in model.modules()),
-        "fold_qk_norm": sum(_has_head_norms(module) for module in model.modules()),
+        "rope_kv_write": rotated,
+        "merge_linears": _parallel_groups(graph),
+        "fold_qk_norm": min(rotated, sum(_has_head_norms(module) for module in model.modules())),
     }
     return {name: count for name, count in counts.items() if count}
 
 
-def _is_inverse_root(node: fx.Node) -> bool:
-    if node.target == aten.rsqrt.default:
-        return True
-    return bool(node.target == aten.pow.Tensor_Scalar and node.args[1] == -0.5)
+def _is_weighted_rms_norm(module: nn.Module) -> bool:
+    return "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def _is_gelu_tanh(node: fx.Node) -> bool:
@@ -41,7 +41,7 @@ def _is_multiplied(node: fx.Node) -> bool:
 
 
 def _is_rotated_write(node: fx.Node) -> bool:
-    """A KV write whose keys depend on a cosine without a linear layer or norm weight between."""
+    """A KV write whose keys depend on a cosine without a linear layer or a norm between."""
     if node.target != torch.ops.ostinato.kv_write.default:
         return False
     pending, seen = [node.args[0]], set()
@@ -52,15 +52,18 @@ def _is_rotated_write(node: fx.Node) -> bool:
         seen.add(at)
         if at.target == aten.cos.default:
             return True
-        if at.target != aten.linear.default:
+        if at.target not in (aten.linear.default, aten.rsqrt.default):
             pending.extend(at.all_input_nodes)
     return False
 
 
-def _parallel_groups(module: nn.Module) -> int:
-    children = dict(module.named_children())
-    groups = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    return sum(all(isinstance(children.get(name), nn.Linear) for name in group) for group in groups)
+def _parallel_groups(graph: fx.Graph) -> int:
+    """Values that two or more plain linear layers read, all with a bias or all without."""
+    readers: dict[fx.Node, list[int]] = {}
+    for node in graph.nodes:
+        if node.target == aten.linear.default and node.args[1].meta.get("role") == "weight":
+            readers.setdefault(node.args[0], []).append(len(node.args))
+    return sum(len(sizes) > 1 and len(set(sizes)) == 1 for sizes in readers.values())
 
 
 def _has_head_norms(module: nn.Module) -> bool:

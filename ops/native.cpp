@@ -113,3 +113,6 @@ OSTINATO_API void set_team(int (*threads)()) {
     if (!wanted_threads) pthread_atfork(nullptr, nullptr, forget_team);
     wanted_threads = threads;
 }
+
+// Make the threads of the team now, so that the caller can bind them; they sleep until there is work.
+OSTINATO_API void start_team() { team_run(team_size(), [](void *, long) {}, nullptr); }

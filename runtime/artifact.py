@@ -112,9 +112,10 @@ class Manifest(Section):
 class LoadedModel:
     """A model ready to run: `model(step_inputs, kv_planes)` gives logits [R, V] in its number type."""
 
-    def __init__(self, folder: Path, manifest: Manifest, run: Bound) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, run: Bound, start_team: Callable[[], None]) -> None:
         self.folder, self.manifest, self._run = folder, manifest, run
         self.facts = manifest.facts
+        self.start_team = start_team
 
     def __call__(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
         return self._run(inputs, kv)
@@ -198,15 +199,19 @@ def load_artifact(folder: Path, config: EngineConfig | None = None) -> LoadedMod
     manifest = read_manifest(folder)
     check_fit(manifest)
     verify_files(folder, manifest)
-    return LoadedModel(folder, manifest, bind_files(folder, manifest.plans))
+    return LoadedModel(folder, manifest, *bind_files(folder, manifest.plans))
 
 
-def bind_files(folder: Path, plans: Mapping[str, str]) -> Bound:
-    """Load program, weights and kernels of a folder whose manifest may not be written yet."""
+def bind_files(folder: Path, plans: Mapping[str, str]) -> tuple[Bound, Callable[[], None]]:
+    """The program over its weights and kernels, and what starts their threads.
+
+    The manifest of the folder need not be written yet.
+    """
     try:
         program = Program.model_validate_json((folder / next(iter(plans.values()))).read_bytes())
     except ValidationError as error:
         raise ArtifactError(f"{folder}: program is not valid: {error.errors()[0]['msg']}") from None
-    bound_native: Mapping[str, Callable[..., Any]] = native.bind(native.load(folder / "kernels.so"))
+    library = native.load(folder / "kernels.so")
     weights = load_packed(folder / WEIGHTS)
-    return bind(program, weights, native=bound_native, device=torch.device("cpu"))
+    run = bind(program, weights, native=native.bind(library), device=torch.device("cpu"))
+    return run, library.start_team

@@ -234,7 +234,7 @@ class _Compile:
             return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
 
         return prove(
-            unfused, weight, bind_files(self._folder, {"any": "program.json"}), captured.facts.kv_layers,
+            unfused, weight, bind_files(self._folder, {"any": "program.json"})[0], captured.facts.kv_layers,
             dtype=self._dtype, vocab_size=captured.facts.vocab_size,
         block_tokens=self._config.kv.block_tokens, )  # fmt: skip
 
@@ -310,14 +310,23 @@ def _record(report: PassReport) -> PassRecord:
 
 @contextlib.contextmanager
 def _only_compiler_of(out: Path) -> Iterator[None]:
-    """Let one process at a time compile into `out`; the lock ends with the process."""
-    with open(out.parent / f".{out.name}.lock", "w") as lock:
+    """Let one process at a time compile into `out`. The lock ends with its process at the latest."""
+    path = out.parent / f".{out.name}.lock"
+    while True:
+        lock = open(path, "w")  # noqa: SIM115  # held across the yield below
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.info("another process compiles %s; waiting for it", out)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+            break
+        lock.close()  # the one before us removed the file that we waited on
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _same_artifact(out: Path, key: str) -> Manifest | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,16 +58,20 @@ def plan_threads(
 
 
 @contextmanager
-def bound_threads(plan: ThreadPlan) -> Iterator[None]:
+def bound_threads(plan: ThreadPlan, *, start_team: Callable[[], None] | None = None) -> Iterator[None]:
     """Give the calling thread its compute threads, bound as planned; undo the process-wide part at the end.
 
-    The pool's threads live as long as the calling thread, so a thread of its own should call this.
+    `start_team` starts the threads of a second pool, that of the native kernels; both pools share the cores, of
+    which one at a time has work. Torch's pool lives as long as the calling thread, so a thread of its own should
+    call this.
     """
     before_count, before_mask = torch.get_num_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(plan.threads)
     try:
         if plan.cores:
-            _bind(plan.cores)
+            for start in (_start_torch, start_team):
+                if start is not None:
+                    _bind(plan.cores, start)
         log.info("cpu: %d threads (%s), cores %s", plan.threads, plan.reason, plan.cores or "not bound")
         yield
     finally:
@@ -75,14 +79,19 @@ def bound_threads(plan: ThreadPlan) -> Iterator[None]:
         os.sched_setaffinity(0, before_mask)
 
 
-def _bind(cores: tuple[int, ...]) -> None:
-    """Start the pool and bind each of its threads to one core; the calling thread gets the first."""
+def _start_torch() -> None:
+    # Past ATen's grain of 32768 elements per thread, so that all threads start.
+    torch.zeros(torch.get_num_threads() << 16).add_(1.0)
+
+
+def _bind(cores: tuple[int, ...], start: Callable[[], None]) -> None:
+    """Start a pool and bind each of its threads to one core; the calling thread has the first."""
     before = _thread_ids()
-    torch.zeros(len(cores) << 16).add_(
-        1.0
-    )  # past ATen's grain of 32768 elements per thread: all threads start
+    start()
     new = sorted(_thread_ids() - before)
     os.sched_setaffinity(0, {cores[0]})
+    if not new and start is not _start_torch:
+        return  # the team of an earlier engine in this process: it was bound then
     if len(new) != len(cores) - 1:
         # A pool made earlier on this thread, or a thread that started just now: better unbound than wrong.
         log.warning("cpu: %d threads started instead of %d, left unbound", len(new), len(cores) - 1)

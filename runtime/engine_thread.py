@@ -70,8 +70,9 @@ class EngineThread(StreamingClient):
     def _run(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[EngineInfo]) -> None:
         began = time.monotonic()
         try:
-            with bound_threads(plan_threads(self._config.cpu)):
-                engine = Engine(self._loaded(), self._config, inbox=self._inbox)
+            model = self._loaded()
+            with bound_threads(plan_threads(self._config.cpu), start_team=model.start_team):
+                engine = Engine(model, self._config, inbox=self._inbox)
                 with engine:
                     info = engine.info.model_copy(update={"load_seconds": time.monotonic() - began})
                     _call(loop, _set_result, ready, info)

@@ -70,8 +70,9 @@ def _serve(
     inbox.put(*early)
     listener = threading.Thread(target=_listen, args=(sock, reader, inbox.put, inbox.close), daemon=True)
     listener.start()  # before the binding below: a new thread inherits its maker's core
-    with bound_threads(plan_threads(start.config.cpu)):
-        engine = Engine(load(Path(start.artifact), start.config), start.config, inbox=inbox)
+    model = load(Path(start.artifact), start.config)
+    with bound_threads(plan_threads(start.config.cpu), start_team=model.start_team):
+        engine = Engine(model, start.config, inbox=inbox)
         gc.collect()
         gc.freeze()  # what is loaded stays: no later collection needs to look at it
         with engine:

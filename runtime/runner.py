@@ -28,6 +28,9 @@ class Model(Protocol):
     facts: ModelFacts
     folder: Path
 
+    def start_team(self) -> None:
+        """Start the compute threads of its kernels, if they have their own, for the caller to bind."""
+
     def __call__(self, inputs: StepInputs, kv: Sequence[Tensor], /) -> Tensor:
         """Logits [R, V] of the wanted rows; writes this step's K and V into the planes."""
 

@@ -62,6 +62,9 @@ class ToyModel:
             for _ in range(LAYERS)
         ]
 
+    def start_team(self) -> None:
+        """It has no threads of its own."""
+
     def __call__(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
         self.steps += 1
         if self.step_s:
