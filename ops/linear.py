@@ -21,7 +21,7 @@ MAX_ROWS = {torch.float32: 64, torch.bfloat16: 32}
 
 def bind(library: ctypes.CDLL) -> Callable[..., Tensor]:
     """The native `linear(x, weight, bias=None)` of a loaded kernel library."""
-    by_type, pack, empty, max_rows = kernels(library, "linear"), Struct("8q").pack, torch.empty, MAX_ROWS
+    by_type, pack, max_rows = kernels(library, "linear"), Struct("8q").pack, MAX_ROWS
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = weight.dtype
@@ -39,13 +39,10 @@ def bind(library: ctypes.CDLL) -> Callable[..., Tensor]:
             )
         ):
             return linear_reference(x, weight, bias)
-        out = empty((*lead, num_out), dtype=dtype)
-        by_type[dtype](
-            pack(
-                *(x.data_ptr(), num_in, weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
-                *(out.data_ptr(), rows, num_out, num_in),
-            )
-        )
+        out = x.new_empty(*lead, num_out)
+        bias_at = 0 if bias is None else bias.data_ptr()
+        args = pack(x.data_ptr(), num_in, weight.data_ptr(), bias_at, out.data_ptr(), rows, num_out, num_in)
+        by_type[dtype](args)
         return out
 
     return linear

@@ -66,14 +66,13 @@ template <class V> INLINE V load_as(const void *p) {
     return v;
 }
 INLINE void store(float *p, f32v v) { memcpy(p, &v, sizeof v); }
-INLINE u16v round_bits(f32v v) {
+// The upper halves are the nearest bfloat16, ties to even; NaN stays NaN.
+INLINE u32v round_bits(f32v v) {
     u32v bits = (u32v)v;
-    u32v is_nan = (u32v)((bits & 0x7fffffffu) > 0x7f800000u);
-    u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-    return __builtin_convertvector((is_nan & ((bits >> 16) | 0x40)) | (~is_nan & rounded), u16v);
+    return v == v ? bits + (((bits >> 16) & 1) + 0x7fffu) : bits | 0x400000u;
 }
 INLINE void store(bf16 *p, f32v v) {
-    u16v raw = round_bits(v);
+    u16v raw = __builtin_convertvector(round_bits(v) >> 16, u16v);
     memcpy(p, &raw, sizeof raw);
 }
 // The first `count` (< LANES) values; the other lanes are zero. Nothing past them is touched.
@@ -100,7 +99,7 @@ template <class To> INLINE void narrow(const float *from, To *to, long count) {
 // What a value becomes when it is kept in T for a moment.
 template <class T> INLINE f32v rounded(f32v v);
 template <> INLINE f32v rounded<float>(f32v v) { return v; }
-template <> INLINE f32v rounded<bf16>(f32v v) { return (f32v)(__builtin_convertvector(round_bits(v), u32v) << 16); }
+template <> INLINE f32v rounded<bf16>(f32v v) { return (f32v)(round_bits(v) & 0xffff0000u); }
 
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));

@@ -48,20 +48,21 @@ def row_stride(x: Tensor) -> int:
     return rows[-1][1] if rows else shape[-1]
 
 
-def rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """`x`, or a copy where it has no row stride, and that stride."""
+def rows_of(x: Tensor, size: int) -> tuple[Tensor, int]:
+    """`x` [..., size], or a copy where it has no row stride, and that stride."""
     if x.is_contiguous():
-        return x, x.shape[-1]
+        return x, size
     stride = row_stride(x)
-    return (x, stride) if stride >= 0 else (x.contiguous(), x.shape[-1])
+    return (x, stride) if stride >= 0 else (x.contiguous(), size)
 
 
 def bind_rms_norm(library: ctypes.CDLL) -> Callable[..., Tensor]:
-    by_type, pack, empty = kernels(library, "rms_norm"), Struct("10q2dq").pack, torch.empty
+    by_type, pack = kernels(library, "rms_norm"), Struct("10q2dq").pack
     fallback, float32 = rms_norm.OP, torch.float32
 
     def call(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
-        dtype, size, weight_dtype = x.dtype, x.shape[-1], weight.dtype
+        dtype, weight_dtype, shape = x.dtype, weight.dtype, x.shape
+        size = shape[-1]
         kernel = by_type.get(dtype)
         if (
             kernel is None
@@ -70,48 +71,42 @@ def bind_rms_norm(library: ctypes.CDLL) -> Callable[..., Tensor]:
             or not weight.is_contiguous()
         ):
             return fallback(x, weight, eps, offset, round_first)
-        out = empty(x.shape, dtype=dtype)
-        x, stride = rows_of(x)
-        kernel(
-            pack(
-                *(x.data_ptr(), stride, 0, 0, weight.data_ptr(), weight_dtype is float32, out.data_ptr(), 0),
-                *(out.numel() // (size or 1), size, eps, offset, round_first),
-            )
-        )
+        out = x.new_empty(*shape)
+        x, stride = rows_of(x, size)
+        rows, is_wide, weight_at = out.numel() // (size or 1), weight_dtype is float32, weight.data_ptr()
+        at = x.data_ptr(), stride, 0, 0, weight_at, is_wide, out.data_ptr(), 0, rows, size
+        kernel(pack(*at, eps, offset, round_first))
         return out
 
     return call
 
 
 def bind_add_rms_norm(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
-    by_type, pack, empty_like = kernels(library, "rms_norm"), Struct("10q2dq").pack, torch.empty_like
-    fallback, float32, dense = add_rms_norm.OP, torch.float32, torch.contiguous_format
+    by_type, pack = kernels(library, "rms_norm"), Struct("10q2dq").pack
+    fallback, float32, empty_like = add_rms_norm.OP, torch.float32, torch.empty_like
 
     def call(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
     ) -> tuple[Tensor, Tensor]:
-        dtype, size, weight_dtype = x.dtype, x.shape[-1], weight.dtype
+        dtype, weight_dtype, shape = x.dtype, weight.dtype, x.shape
+        size = shape[-1]
         kernel = by_type.get(dtype)
         if (
             kernel is None
             or residual.dtype is not dtype
-            or residual.shape != x.shape
+            or residual.shape != shape
             or weight.shape != (size,)
             or not (weight_dtype is dtype or weight_dtype is float32)
             or not weight.is_contiguous()
         ):
             return fallback(x, residual, weight, eps, offset, round_first)
-        normed = empty_like(x, memory_format=dense)
+        normed = x.new_empty(*shape)
         total = empty_like(normed)
-        x, x_stride = rows_of(x)
-        residual, residual_stride = rows_of(residual)
-        kernel(
-            pack(
-                *(x.data_ptr(), x_stride, residual.data_ptr(), residual_stride),
-                *(weight.data_ptr(), weight_dtype is float32, normed.data_ptr(), total.data_ptr()),
-                *(total.numel() // (size or 1), size, eps, offset, round_first),
-            )
-        )
+        x, x_stride = rows_of(x, size)
+        residual, residual_stride = rows_of(residual, size)
+        rows, is_wide = total.numel() // (size or 1), weight_dtype is float32
+        inputs = x.data_ptr(), x_stride, residual.data_ptr(), residual_stride, weight.data_ptr(), is_wide
+        kernel(pack(*inputs, normed.data_ptr(), total.data_ptr(), rows, size, eps, offset, round_first))
         return normed, total
 
     return call
@@ -126,23 +121,19 @@ def bind_gelu_tanh_mul(library: ctypes.CDLL) -> Callable[..., Tensor]:
 
 
 def _bind_gated(library: ctypes.CDLL, name: str, fallback: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    by_type, pack, empty = kernels(library, name), Struct("7q").pack, torch.empty
+    by_type, pack = kernels(library, name), Struct("7q").pack
 
     def call(gate: Tensor, up: Tensor) -> Tensor:
         dtype, shape = gate.dtype, gate.shape
         kernel = by_type.get(dtype)
         if kernel is None or up.dtype is not dtype or up.shape != shape:
             return fallback(gate, up)
-        out = empty(shape, dtype=dtype)
-        gate, gate_stride = rows_of(gate)
-        up, up_stride = rows_of(up)
         size = shape[-1]
-        kernel(
-            pack(
-                *(gate.data_ptr(), gate_stride, up.data_ptr(), up_stride, out.data_ptr()),
-                *(out.numel() // (size or 1), size),
-            )
-        )
+        out = gate.new_empty(*shape)
+        gate, gate_stride = rows_of(gate, size)
+        up, up_stride = rows_of(up, size)
+        rows = out.numel() // (size or 1)
+        kernel(pack(gate.data_ptr(), gate_stride, up.data_ptr(), up_stride, out.data_ptr(), rows, size))
         return out
 
     return call
@@ -195,7 +186,7 @@ def _raise_bad_slot(op: str, slots: Tensor, token: int, num_slots: int) -> None:
 
 
 def bind_rope_kv_write(library: ctypes.CDLL) -> Callable[..., Tensor]:
-    by_type, pack, empty = kernels(library, "rope_kv_write"), Struct("37q2d2q").pack, torch.empty
+    by_type, pack = kernels(library, "rope_kv_write"), Struct("37q2d2q").pack
     fallback, int64, float32 = rope_kv_write.OP, torch.int64, torch.float32
 
     def is_scale(scale: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
@@ -255,7 +246,7 @@ def bind_rope_kv_write(library: ctypes.CDLL) -> Callable[..., Tensor]:
                 *(q, k, v, cos, sin, k_cache, v_cache, slots, q_weight, k_weight),
                 *(eps, offset, round_first, interleaved),
             )
-        out = empty((tokens, heads, size), dtype=dtype)
+        out = q.new_empty(tokens, heads, size)
         bad = kernel(
             pack(
                 *(q.data_ptr(), q_t, q_h, k.data_ptr(), k_t, k_h, v.data_ptr(), v_t, v_h),
@@ -278,7 +269,7 @@ def bind_rope_kv_write(library: ctypes.CDLL) -> Callable[..., Tensor]:
 
 
 def bind_paged_attention(library: ctypes.CDLL) -> Callable[..., Tensor]:
-    by_type, empty, int32 = kernels(library, "paged_attention"), torch.empty, torch.int32
+    by_type, int32 = kernels(library, "paged_attention"), torch.int32
     fallback, pack = paged_attention.OP, Struct("25qdqd").pack
 
     def call(
@@ -315,7 +306,7 @@ def bind_paged_attention(library: ctypes.CDLL) -> Callable[..., Tensor]:
             or softcap < 0
         ):
             return fallback(q, k_cache, v_cache, block_tables, seq_lens, query_start, scale, window, softcap)
-        out = empty((tokens, heads, v_size), dtype=dtype)
+        out = q.new_empty(tokens, heads, v_size)
         error = kernel(
             pack(
                 *(q.data_ptr(), q_t, q_h),

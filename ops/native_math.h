@@ -3,7 +3,7 @@
 #include "native.h"
 
 INLINE f32v splat(float x) { return x - f32v{}; }
-INLINE f32v select(i32v mask, f32v yes, f32v no) { return (f32v)((mask & (i32v)yes) | (~mask & (i32v)no)); }
+INLINE f32v select(i32v mask, f32v yes, f32v no) { return mask ? yes : no; }
 INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }
 
 // 2^n for an integral n in [-126, 127].
