@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.record import Row, write_record
 from torch import Tensor
 
+from benchmarks.record import Row, write_record
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import LoadedModel, load_artifact
 from ostinato.runtime.compile import compile_model

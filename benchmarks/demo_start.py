@@ -1,10 +1,11 @@
-"""How long the demo model takes from file to artifact, and from artifact to first token, each in fresh processes.
+"""How long the demo model takes from file to artifact, and from artifact to first token, each in fresh
+processes.
 
     python benchmarks/demo_start.py MODEL.gguf [--rounds 3]
 
 demo_compile_s: `compile-model` from process start to exit. demo_load_to_first_token_s: a process that imports
-ostinato, loads the artifact, answers one chat message with one token; the baseline is transformers doing the same
-from the GGUF file. Both are whole processes, interpreter start and imports included. Page cache warm.
+ostinato, loads the artifact, answers one chat message with one token; the baseline is transformers doing the
+same from the GGUF file. Both are whole processes, interpreter start and imports included. Page cache warm.
 """
 
 from __future__ import annotations
@@ -65,8 +66,16 @@ def main() -> None:
     write_record(
         "demo_start",
         [
-            Row.of("demo_compile_s", samples["compile"], "s", None, "none: no engine here compiles ahead of time"),
-            Row.of("demo_load_to_first_token_s", samples["ours"], "s", baseline, "transformers from the GGUF file"),
+            Row.of(
+                "demo_compile_s", samples["compile"], "s", None, "none: no engine here compiles ahead of time"
+            ),
+            Row.of(
+                "demo_load_to_first_token_s",
+                samples["ours"],
+                "s",
+                baseline,
+                "transformers from the GGUF file",
+            ),
         ],
     )
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 
 import torch
-from benchmarks.record import Row, write_record
 
+from benchmarks.record import Row, write_record
 from ostinato.graph.facts import KVLayer
 from ostinato.runtime.kv_pool import KVPool
 from ostinato.runtime.vmm_host import HostVmm

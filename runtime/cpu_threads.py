@@ -61,9 +61,9 @@ def plan_threads(
 def bound_threads(plan: ThreadPlan, *, start_team: Callable[[], None] | None = None) -> Iterator[None]:
     """Give the calling thread its compute threads, bound as planned; undo the process-wide part at the end.
 
-    `start_team` starts the threads of a second pool, that of the native kernels; both pools share the cores, of
-    which one at a time has work. Torch's pool lives as long as the calling thread, so a thread of its own should
-    call this.
+    `start_team` starts the threads of a second pool, that of the native kernels; both pools share the cores,
+    of which one at a time has work. Torch's pool lives as long as the calling thread, so a thread of its own
+    should call this.
     """
     before_count, before_mask = torch.get_num_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(plan.threads)
