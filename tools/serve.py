@@ -86,9 +86,8 @@ def _flag_value(value: object) -> str:
 
 def curl_line(url: str, model: str, config: EngineConfig) -> str:
     """A request that works when pasted into a shell."""
-    body = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    )
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 64})  # small models may ramble
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_key else ""
     json_header = "-H 'Content-Type: application/json'"
     return f"curl {url}/v1/chat/completions {json_header}{key} \\\n  -d {shlex.quote(body)}"
