@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.record import Row, write_record
+from benchmarks.record import Row, header, write_record
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import LoadedModel, load_artifact
 from ostinato.runtime.compile import compile_model
@@ -145,9 +145,10 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
+    start = header()
     torch.set_num_threads(arguments.threads)
     rows = [row for dtype in arguments.dtype for row in measure(arguments.model, dtype)]
-    write_record("cpu_decode", rows)
+    write_record("cpu_decode", rows, start=start)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.record import Row, write_record
+from benchmarks.record import Row, header, write_record
 
 OURS = """
 from ostinato import LLM, SamplingParams
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    start = header()
     python = sys.executable
     samples: dict[str, list[float]] = {"compile": [], "ours": [], "theirs": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,105 +1,120 @@
-"""Benchmark records: a table on the screen and a JSON file in `benchmarks/results/`, with what a reader must
-know.
+"""Benchmark records: `results/<name>.json`, one header about machine and code, one row per metric.
 
-A record is `{"header": {gpu, driver, cpu, torch, triton, commit, date, command, load}, "rows": [...]}`; a row
-has metric, value (the median), unit, baseline, ratio (value / baseline), n, spread (max - min) and what the
-baseline is.
+Run a benchmark from the repository root as a module, `python -m benchmarks.<name>`.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 
 
-class Row(NamedTuple):
-    """One figure and what it is measured against."""
+@dataclass(frozen=True)
+class Row:
+    """One measured quantity."""
 
-    metric: str
-    value: float
+    metric: str  # stable over time: records are compared by it
+    value: float  # median of the samples
     unit: str
-    baseline: float | None
-    ratio: float | None
+    baseline: float | None  # in the same unit; None: it could not run, or there is none (`baseline_is`)
+    baseline_is: str  # what it is, or why it is missing
+    ratio: float | None  # value / baseline
     n: int
-    spread: float
-    against: str
+    spread: float  # (largest - smallest sample) / median
 
     @classmethod
     def of(
-        cls, metric: str, samples: Sequence[float], unit: str, baseline: float | None, against: str
+        cls, metric: str, samples: Sequence[float], unit: str, baseline: float | None, baseline_is: str
     ) -> Row:
-        """Median and spread of `samples`; `baseline` None: it could not run, and `against` says why."""
         value = statistics.median(samples)
-        ratio = value / baseline if baseline else None
-        return cls(metric, value, unit, baseline, ratio, len(samples), max(samples) - min(samples), against)
+        return cls(
+            metric,
+            _rounded(value),
+            unit,
+            None if baseline is None else _rounded(baseline),
+            baseline_is,
+            _rounded(value / baseline) if baseline else None,
+            len(samples),
+            _rounded((max(samples) - min(samples)) / value) if value else 0.0,
+        )
 
 
-def header() -> dict[str, object]:
-    """Machine, versions and commit of this run; `load` is the load average before it, 0 for an idle machine."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+def write_record(name: str, rows: Sequence[Row]) -> Path:
+    """Print the rows and write `results/<name>.json`; a second run replaces it."""
+    for row in rows:
+        against = row.baseline_is if row.ratio is None else f"x{row.ratio:g} of {row.baseline_is}"
+        print(f"{row.metric:44} {row.value:>10g} {row.unit:8} n={row.n} spread={row.spread:g}  {against}")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    record = {"header": header(name), "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written: {path.relative_to(ROOT)}")
+    return path
+
+
+def header(name: str) -> dict[str, str]:
+    """What a reader needs to judge or to repeat the figures. Folders of this machine are not named."""
+    arguments = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     return {
-        "gpu": gpu,
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if gpu
-        else None,
-        "cpu": _cpu(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
+        "cpu": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "transformers": _version("transformers"),
         "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "load": round(os.getloadavg()[0], 2),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *arguments]),
     }
 
 
-def write_record(name: str, rows: Sequence[Row], *, start: dict[str, object] | None = None) -> None:
-    """Print the rows and write `results/<name>.json`; `start` is a header taken before the run, for its load."""
-    record = {"header": start or header(), "rows": [row._asdict() for row in rows]}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record["header"]))
-    for row in rows:
-        ratio = (
-            f"{row.ratio:7.2f}x of {row.baseline:.4g}" if row.ratio is not None else " " * 8 + "no baseline"
-        )
-        print(
-            f"{row.metric:44} {row.value:10.4g} {row.unit:8} {ratio} ({row.against}), n={row.n}, ±{row.spread:.2g}"
-        )
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} x {names[0]}" if names else "unknown"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _commit() -> str:
-    commit = _first_line("git", "rev-parse", "--short=12", "HEAD")
-    return commit + (
-        "+changes" if _first_line("git", "status", "--porcelain", "--untracked-files=no") else ""
-    )
+    """The commit, with a mark when tracked files differ from it."""
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or "unknown"
+    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} with changes" if changed else commit
 
 
-def _first_line(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return (done.stdout.splitlines() or [""])[0].strip()
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    """The first line that the command prints; empty if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except OSError:
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
