@@ -1,7 +1,7 @@
 """Decode and prefill of the demo model on a CPU against transformers, in one run: same threads, same number
 type.
 
-    python benchmarks/cpu_decode.py MODEL.gguf [--dtype float32 bfloat16] [--threads 2]
+    python -m benchmarks.cpu_decode MODEL.gguf [--dtype float32 bfloat16] [--threads 2]
 
 Rows: cpu_decode_tok_s_b1 and _b8 (whole steps of the engine's program, greedy, context about 64), the same
 through transformers' `generate`, prefill of 512 tokens for both, and the share of the machine's read
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.record import Row, header, write_record
+from benchmarks.record import Row, write_record
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import LoadedModel, load_artifact
 from ostinato.runtime.compile import compile_model
@@ -145,10 +145,9 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    start = header()
     torch.set_num_threads(arguments.threads)
     rows = [row for dtype in arguments.dtype for row in measure(arguments.model, dtype)]
-    write_record("cpu_decode", rows, start=start)
+    write_record("cpu_decode", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long the demo model takes from file to artifact, and from artifact to first token, each in fresh
 processes.
 
-    python benchmarks/demo_start.py MODEL.gguf [--rounds 3]
+    python -m benchmarks.demo_start MODEL.gguf [--rounds 3]
 
 demo_compile_s: `compile-model` from process start to exit. demo_load_to_first_token_s: a process that imports
 ostinato, loads the artifact, answers one chat message with one token; the baseline is transformers doing the
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.record import Row, header, write_record
+from benchmarks.record import Row, write_record
 
 OURS = """
 from ostinato import LLM, SamplingParams
@@ -52,7 +52,6 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    start = header()
     python = sys.executable
     samples: dict[str, list[float]] = {"compile": [], "ours": [], "theirs": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """What growing and shrinking KV memory costs on this host, for the demo model's shape: 30 layers, 60 planes.
 
-    python benchmarks/kv_memory.py
+    python -m benchmarks.kv_memory
 
 Rows: milliseconds of one step of growth (4, 16 and 64 MiB over all planes), and per MiB of the first touch
 and of giving back. The baseline is a torch allocation of the same bytes, which cannot grow in place.
