@@ -77,7 +77,7 @@ def test_the_official_client_is_told_that_paris_is_the_capital_of_france(server)
         assert entry.logprob == entry.top_logprobs[0].logprob
 
 
-def test_the_printed_curl_line_works(server, tmp_path):
+def test_the_printed_curl_line_works(server):
     line = server.out[server.out.index("curl http") :].strip()
     (body,) = (part for part in line.split("'") if part.startswith("{"))
     status, answer = server.post("/v1/chat/completions", body.encode())

@@ -158,8 +158,8 @@ def test_bad_prompts_are_the_clients_exceptions(client):
             create(model="tiny", prompt=empty)
         assert refused.value.param.startswith("prompt"), empty
     with pytest.raises(openai.BadRequestError) as unknown:
-        create(model="tiny", prompt="a", extra_body={"temprature": 1})
-    assert unknown.value.param == "temprature"
+        create(model="tiny", prompt="a", extra_body={"heat": 1})
+    assert unknown.value.param == "heat"
     with pytest.raises(openai.NotFoundError):
         create(model="other", prompt="a")
 
