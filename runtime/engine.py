@@ -16,13 +16,14 @@ import torch
 
 from ostinato.errors import ConfigError, ContextTooLong, Overloaded, RequestError
 from ostinato.graph.facts import ModelFacts
-from ostinato.runtime.block_pool import BlockPool
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.frames import Events, Message
 from ostinato.runtime.inbox import Inbox
-from ostinato.runtime.kv_pool import KVPool, plan_capacity
 from ostinato.runtime.kv_sizer import KVSizer
-from ostinato.runtime.memory_limits import MemoryLimits
+from ostinato.runtime.memory.kv_pool import KVPool, plan_capacity
+from ostinato.runtime.memory.memory_limits import MemoryLimits
+from ostinato.runtime.memory.vmm_host import HostVmm
+from ostinato.runtime.memory.vmm_plain import usable_driver
 from ostinato.runtime.messages import (
     Abort,
     EngineInfo,
@@ -32,13 +33,12 @@ from ostinato.runtime.messages import (
     TokenEvent,
     TokenLogprob,
 )
-from ostinato.runtime.plan import Outcome, Plan
 from ostinato.runtime.request_check import check_request
 from ostinato.runtime.runner import Model, Runner
-from ostinato.runtime.scheduler import Scheduler
-from ostinato.runtime.step_sampler import StepSampler
-from ostinato.runtime.vmm_host import HostVmm
-from ostinato.runtime.vmm_plain import usable_driver
+from ostinato.runtime.sampling.step_sampler import StepSampler
+from ostinato.runtime.scheduling.block_pool import BlockPool
+from ostinato.runtime.scheduling.plan import Outcome, Plan
+from ostinato.runtime.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from ostinato.runtime.block_pool import BlockPool
-from ostinato.runtime.kv_pool import KVPool
+from ostinato.runtime.memory.kv_pool import KVPool
+from ostinato.runtime.scheduling.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
 

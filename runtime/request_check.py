@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ostinato.errors import ContextTooLong, InvalidRequest
 from ostinato.runtime.messages import EngineInfo, GenerateRequest
-from ostinato.runtime.sampling_check import validate_sampling
+from ostinato.runtime.sampling.sampling_check import validate_sampling
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:

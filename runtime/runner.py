@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops.step_inputs import StepInputs
-from ostinato.runtime.plan import Plan, PlanEntry
+from ostinato.runtime.scheduling.plan import Plan, PlanEntry
 
 Ints = NDArray[np.integer[Any]]  # int32 or int64, as ops/step_inputs.py says
 

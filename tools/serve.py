@@ -16,8 +16,8 @@ from ostinato import log as logs
 from ostinato.errors import CompileError, ModelError
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.engine_process import EngineProcess
-from ostinato.runtime.serve_app import listen, serve
-from ostinato.runtime.server import make_app
+from ostinato.runtime.http.serve_app import listen, serve
+from ostinato.runtime.http.server import make_app
 from ostinato.runtime.text import TextFrontEnd
 from ostinato.tools.flags import add_flags, changed, config_from
 

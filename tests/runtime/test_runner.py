@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ostinato.ops.step_inputs import StepInputs
-from ostinato.runtime.plan import Plan, PlanEntry
 from ostinato.runtime.runner import Runner
+from ostinato.runtime.scheduling.plan import Plan, PlanEntry
 from tests.support.toy_model import FACTS
 
 

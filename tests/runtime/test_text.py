@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.errors import ArtifactError, ContextTooLong, InvalidRequest
-from ostinato.runtime.chat_messages import ChatMessage, template_messages
+from ostinato.runtime.http.chat_messages import ChatMessage, template_messages
 from ostinato.runtime.text import TextFrontEnd, room_left
 from tests.support.toy_text import BOS, CHATML, EOS, front_end, tokenizer, tokenizer_json
 
@@ -214,7 +214,7 @@ def test_front_end_and_server_import_neither_torch_nor_models(folder: Path):
     code = f"""
 import sys
 from pathlib import Path
-import ostinato.runtime.server, ostinato.runtime.serve_app
+import ostinato.runtime.http.server, ostinato.runtime.http.serve_app
 from ostinato.runtime.text import TextFrontEnd
 text = TextFrontEnd.load(Path({str(folder)!r}))
 text.encode_chat([{{"role": "user", "content": "x"}}])

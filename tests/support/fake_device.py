@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ostinato.runtime.block_pool import BlockPool
 from ostinato.runtime.config import SchedulerConfig
 from ostinato.runtime.messages import GenerateRequest, SamplingParams
-from ostinato.runtime.plan import PENDING, Outcome, Plan, PlanEntry
-from ostinato.runtime.scheduler import Scheduler
+from ostinato.runtime.scheduling.block_pool import BlockPool
+from ostinato.runtime.scheduling.plan import PENDING, Outcome, Plan, PlanEntry
+from ostinato.runtime.scheduling.scheduler import Scheduler
 
 
 def next_token(context: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ostinato.runtime.vmm import VmmDriver, VmmError, VmmOutOfMemory
+from ostinato.runtime.memory.vmm import VmmDriver, VmmError, VmmOutOfMemory
 
 GARBAGE = 0xAB  # what memory of a new handle holds
 ABSENT = 0xDD  # what a tensor shows where nothing is mapped

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 
 from ostinato.runtime.config import ServerConfig
-from ostinato.runtime.serve_app import listen, serve
-from ostinato.runtime.server import make_app
-from ostinato.runtime.server_state import STATE, ServerState
+from ostinato.runtime.http.serve_app import listen, serve
+from ostinato.runtime.http.server import make_app
+from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.text import TextFrontEnd
 from tests.support.fake_engine import FakeEngine, Script, info
 from tests.support.toy_text import front_end

@@ -1,0 +1,1 @@
+"""The HTTP front end: aiohttp, OpenAI's routes. No torch here."""

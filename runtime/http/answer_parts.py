@@ -1,0 +1,63 @@
+"""Pieces that chat and text completions have in common: ids, usage, log-probabilities, tokens as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ostinato.runtime.choice_output import Delta, ShownToken
+from ostinato.runtime.http.choices import Choice
+from ostinato.runtime.messages import TokenLogprob
+
+LOWEST_LOGPROB = -9999.0  # what OpenAI gives for an impossible token; JSON has no minus infinity
+
+
+def new_id(prefix: str) -> str:
+    """`chatcmpl-` and the like."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def dump(value: object) -> str:
+    """Compact ASCII JSON: no character in it can end a line for any client."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinities."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def usage(choices: Iterable[Choice], n: int) -> dict[str, object]:
+    """OpenAI's usage object. The prompt of `n` choices counts once."""
+    choices = list(choices)
+    prompt = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
+    completion = sum(choice.output.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in choices[::n])},
+    }
+
+
+@dataclass
+class Collected:
+    """All deltas of one choice, for an answer that is sent whole."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[ShownToken] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append one delta."""
+        self.texts.append(delta.text)
+        self.tokens.extend(delta.tokens)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+
+
+def alternatives(logprob: TokenLogprob | None, limit: int) -> list[tuple[int, float]]:
+    """The best `limit` alternatives, best first."""
+    return [] if logprob is None else [(i, finite(value)) for i, value in logprob.top[:limit]]

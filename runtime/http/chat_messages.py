@@ -1,0 +1,144 @@
+"""Messages of a chat request, and what the chat template gets to see of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.http.strict_json import parse
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class TextPart(BaseModel):
+    """One part of a message whose content is a list. Only text can be read."""
+
+    model_config = _STRICT
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, part: Any) -> Any:  # Any: what pydantic hands to every "before" validator
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+            raise PydanticCustomError(
+                "not_text",
+                f"{kind[:40]!r} parts are not supported: this server reads text only",
+                {"at": "type"},
+            )
+        return part
+
+
+class FunctionCall(BaseModel):
+    """The function of a past tool call; `arguments` is JSON text of an object."""
+
+    model_config = _STRICT
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A past call, replayed in an assistant message."""
+
+    model_config = _STRICT
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+def _content_kind(value: object) -> str | None:
+    return "#text" if isinstance(value, str) else "#parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("#parts")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content_kind",
+        custom_error_message="must be a string or a list of text parts",
+    ),
+]
+
+
+class ChatMessage(BaseModel):
+    """One message. A message of an earlier answer may be sent back as the client library dumps it."""
+
+    model_config = _STRICT
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None  # this and the next three come with dumped answers; not shown to the template
+    annotations: list[Any] | None = None  # Any: not looked at
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _role_fits_fields(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("no_content", f"is required for role {self.role!r}", {"at": "content"})
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("wrong_role", "belongs to role 'assistant' only", {"at": "tool_calls"})
+        if self.tool_call_id is not None and self.role != "tool":
+            raise PydanticCustomError("wrong_role", "belongs to role 'tool' only", {"at": "tool_call_id"})
+        return self
+
+
+def template_messages(messages: list[ChatMessage], template: str) -> list[dict[str, object]]:
+    """Plain dicts for the chat template.
+
+    Text parts are joined by newlines.  Arguments of tool calls are decoded, since templates print mappings
+    themselves; text that is no JSON object raises InvalidRequest, as do tool calls that `template` never
+    reads. `developer` becomes `system` for a template that does not know the word.
+    """
+    knows_developer, knows_calls = "developer" in template, "tool_calls" in template
+    result = []
+    for at, message in enumerate(messages):
+        role = "system" if message.role == "developer" and not knows_developer else message.role
+        shown: dict[str, object] = {"role": role, "content": _text(message)}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                shown[name] = value
+        if (thought := message.reasoning_content or message.reasoning) is not None:
+            shown["reasoning_content"] = thought
+        if message.tool_calls:
+            if not knows_calls:
+                param = f"messages[{at}].tool_calls"
+                raise InvalidRequest(
+                    f"{param}: this model's chat template cannot show tool calls", param=param
+                )
+            shown["tool_calls"] = [_call(call, at, which) for which, call in enumerate(message.tool_calls)]
+        result.append(shown)
+    return result
+
+
+def _text(message: ChatMessage) -> str:
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text for part in message.content)
+
+
+def _call(call: ToolCall, at: int, which: int) -> dict[str, object]:
+    param = f"messages[{at}].tool_calls[{which}].function.arguments"
+    arguments = parse(call.function.arguments, param, param=param) if call.function.arguments.strip() else {}
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{param}: must be the JSON text of an object", param=param)
+    shown: dict[str, object] = {
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+    return shown if call.id is None else {"id": call.id, **shown}

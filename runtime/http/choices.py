@@ -1,0 +1,135 @@
+"""Run the sequences of one request together: events of all of them in one stream, one fate for all."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+
+from ostinato.errors import EngineError, RequestAborted, RequestError
+from ostinato.runtime.choice_output import ChoiceOutput, Delta
+from ostinato.runtime.http.server_state import ServerState
+from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
+
+
+@dataclass
+class Choice:
+    """One sequence of an answer, at `index` among its choices."""
+
+    index: int
+    request: GenerateRequest
+    output: ChoiceOutput
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    events: int = field(default=0, repr=False)
+
+
+def make_choices(
+    state: ServerState,
+    request_id: str,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    n: int,
+    *,
+    priority: int,
+    cache_salt: str,
+) -> list[Choice]:
+    """`n` sequences for each prompt, in the order of OpenAI's indices.
+
+    Each has its own seed: the request's plus its number among the n, or a drawn one.
+    """
+    choices: list[Choice] = []
+    for prompt_ids, params in zip(prompts, sampling, strict=True):
+        ids = tuple(prompt_ids)
+        for which in range(n):
+            index = len(choices)
+            seed = secrets.randbits(63) if params.seed is None else (params.seed + which) % 2**63
+            own = params.model_copy(update={"seed": seed})
+            request = GenerateRequest(
+                request_id=f"{request_id}-{index}",
+                prompt_token_ids=ids,
+                sampling=own,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            choices.append(Choice(index, request, ChoiceOutput(state.text.codec, own)))
+    return choices
+
+
+async def run_choices(state: ServerState, choices: list[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
+    """Deltas of all choices as they come. Closing it, or one failure, ends all of them in the engine.
+
+    Raises what the engine raises, and RequestAborted or EngineError for a choice that ends so.
+    """
+    if len(choices) == 1:
+        async with aclosing(_run(state, choices[0])) as deltas:
+            async for item in deltas:
+                yield item
+        return
+    merged: asyncio.Queue[tuple[Choice, Delta] | BaseException | None] = asyncio.Queue()
+
+    async def pump(choice: Choice) -> None:
+        try:
+            async with aclosing(_run(state, choice)) as deltas:
+                async for item in deltas:
+                    merged.put_nowait(item)
+        except Exception as error:  # nothing is swallowed: the consumer raises it
+            merged.put_nowait(error)
+        else:
+            merged.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    running = len(tasks)
+    try:
+        while running:
+            news = await merged.get()
+            if isinstance(news, BaseException):
+                raise news
+            if news is None:
+                running -= 1
+            else:
+                yield news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choice, Delta]]:
+    request, clock = choice.request, state.metrics.clock()
+    outcome = "cancelled"
+    state.live.add(request.request_id)
+    try:
+        # Every engine's iterator is an async generator: closing it is what aborts the request.
+        events = cast("AsyncGenerator[TokenEvent]", state.engine.generate(request))
+        async with aclosing(events):
+            async for event in events:
+                clock.tokens(len(event.token_ids))
+                if not choice.events:
+                    choice.cached_tokens, choice.prompt_logprobs = event.cached_tokens, event.prompt_logprobs
+                choice.events += 1
+                delta = choice.output.push(event)
+                if event.finish_reason in ("abort", "error") and delta.finish_reason != "stop":
+                    outcome = event.finish_reason
+                    if outcome == "abort":
+                        raise RequestAborted(event.error or "the request was aborted by the server")
+                    raise EngineError(event.error or "the engine failed on this request")
+                outcome = delta.finish_reason or outcome
+                yield choice, delta
+                if delta.finish_reason is not None:
+                    return
+        raise EngineError("the engine ended the request without a reason")
+    except RequestAborted:
+        raise
+    except RequestError:
+        outcome = "refused"
+        raise
+    except EngineError:
+        outcome = "error"
+        raise
+    finally:
+        state.live.discard(request.request_id)
+        clock.end(outcome)

@@ -1,0 +1,210 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from aiohttp import web
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.choice_output import Delta, ShownToken
+from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, new_id, usage
+from ostinato.runtime.http.api_schema import CompletionRequest
+from ostinato.runtime.http.choices import Choice, make_choices, run_choices
+from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
+from ostinato.runtime.http.event_stream import stream_events
+from ostinato.runtime.http.request_rules import MAX_CHOICES, check_prompt, fit, read_request, sampling_params
+from ostinato.runtime.http.server_state import STATE, ServerState
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for this route
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Parse, tokenize, generate, format."""
+    state = request.app[STATE]
+    fields = await read_request(request, CompletionRequest)
+    state.check_open()
+    with cancelled_when_client_leaves(request):
+        limit = (
+            max(DEFAULT_MAX_TOKENS, fields.min_tokens or 0)
+            if fields.max_tokens is None
+            else fields.max_tokens
+        )
+        sampling = sampling_params(state, fields, limit=limit, logprobs=fields.logprobs)
+        if fields.echo and fields.logprobs is not None:
+            sampling = sampling.model_copy(update={"prompt_logprobs": fields.logprobs})
+        prompts = await _prompts(state, fields)
+        n = fields.n or 1
+        if len(prompts) * n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"n: {len(prompts)} prompts x n={n} is over {MAX_CHOICES} sequences; send fewer at once",
+                param="n",
+            )
+        window = state.engine.info.max_model_len
+        answer = CompletionAnswer(state, fields, [text for text, _ in prompts])
+        choices = make_choices(
+            state,
+            answer.id,
+            [ids for _, ids in prompts],
+            [fit(sampling, ids, window, param="prompt") for _, ids in prompts],
+            n,
+            priority=fields.priority or 0,
+            cache_salt=fields.cache_salt or "",
+        )
+        async with aclosing(run_choices(state, choices)) as deltas:
+            if fields.stream:
+                return await stream_events(request, deltas, answer.events, lambda: answer.closing(choices))
+            whole = [Collected() for _ in choices]
+            async for choice, delta in deltas:
+                whole[choice.index].add(delta)
+        return web.Response(text=answer.body(choices, whole), content_type="application/json")
+
+
+async def _prompts(state: ServerState, fields: CompletionRequest) -> list[tuple[str | None, list[int]]]:
+    """Text (None when the client sent ids) and token ids of each prompt."""
+    prompt, text = fields.prompt, state.text
+    vocab_size = state.engine.info.vocab_size
+    special = fields.add_special_tokens is not False
+
+    def encode(texts: list[str]) -> list[tuple[str | None, list[int]]]:
+        return [(one, text.encode(one, add_special_tokens=special)) for one in texts]
+
+    named = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+    result: list[tuple[str | None, list[int]]]
+    if isinstance(prompt, str):
+        result = await text.off_loop(lambda: encode([prompt]))
+    elif prompt and isinstance(prompt[0], str):
+        texts = [one for one in prompt if isinstance(one, str)]
+        result = await text.off_loop(lambda: encode(texts))
+    elif prompt and isinstance(prompt[0], list):
+        result = [(None, one) for one in prompt if isinstance(one, list)]
+    else:
+        result = [(None, [one for one in prompt if isinstance(one, int)])]
+    for at, (one, ids) in enumerate(result):
+        # An empty text is refused though BOS would make it one token: nobody means it.
+        check_prompt([] if one == "" else ids, vocab_size, f"prompt[{at}]" if named else "prompt")
+    return result
+
+
+class CompletionAnswer:
+    """Renders deltas as chunks, or all of them as one body. What never changes is rendered once."""
+
+    def __init__(self, state: ServerState, fields: CompletionRequest, texts: Sequence[str | None]) -> None:
+        self.id = new_id("cmpl")
+        self._head = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": state.model,
+        }
+        self._text = state.text
+        self._codec = state.text.codec
+        self._n = fields.n or 1
+        self._top = fields.logprobs
+        self._echo = bool(fields.echo)
+        self._texts = texts
+        self._usage = fields.includes_usage
+        self._echoed: dict[int, int] = {}  # choice -> characters of prompt in front of its text
+        self._prefix = f"data: {dump(self._head)[:-1]},"
+        self._suffix = ',"usage":null}\n\n' if self._usage else "}\n\n"
+
+    def events(self, choice: Choice, delta: Delta) -> bytes:
+        """The chunk of one delta; the reason comes with the last text."""
+        text, logprobs = self._begin(choice)
+        self._add(logprobs, choice, delta.tokens)
+        text += delta.text
+        if not text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
+            return b""
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        detail = "null" if logprobs is None else dump(logprobs)
+        return (
+            f'{self._prefix}"choices":[{{"index":{choice.index},"text":{dump(text)},'
+            f'"logprobs":{detail},"finish_reason":{reason}}}]{self._suffix}'
+        ).encode()
+
+    def closing(self, choices: list[Choice]) -> bytes:
+        """The usage chunk, when asked for."""
+        if not self._usage:
+            return b""
+        return f'{self._prefix}"choices":[],"usage":{dump(usage(choices, self._n))}}}\n\n'.encode()
+
+    def body(self, choices: list[Choice], whole: list[Collected]) -> str:
+        """The answer in one piece."""
+        rendered = []
+        for choice, got in zip(choices, whole, strict=True):
+            text, logprobs = self._begin(choice)
+            self._add(logprobs, choice, got.tokens)
+            rendered.append(
+                {
+                    "index": choice.index,
+                    "text": text + "".join(got.texts),
+                    "logprobs": logprobs,
+                    "finish_reason": got.finish_reason,
+                }
+            )
+        return dump({**self._head, "choices": rendered, "usage": usage(choices, self._n)})
+
+    def _begin(self, choice: Choice) -> tuple[str, dict[str, list[object]] | None]:
+        """Text and log-probabilities in front of the next delta: those of the echoed prompt, once."""
+        logprobs: dict[str, list[object]] | None = None
+        if self._top is not None:
+            logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if choice.index in self._echoed:
+            return "", logprobs
+        text = self._echo_prompt(choice, logprobs) if self._echo else ""
+        self._echoed[choice.index] = len(text)
+        return text, logprobs
+
+    def _echo_prompt(self, choice: Choice, logprobs: dict[str, list[object]] | None) -> str:
+        """The prompt as the client gave it, or decoded. Special tokens that the text lacks have no width."""
+        ids = choice.request.prompt_token_ids
+        given = self._texts[choice.index // self._n]
+        skip = choice.request.sampling.skip_special_tokens if given is None else self._hides_bos(given, ids)
+        if logprobs is not None:
+            known = choice.prompt_logprobs or (None,) * len(ids)
+            detokenizer = self._codec.detokenizer(skip_special=skip, at_start=True)
+            offset = 0
+            for token_id, logprob in zip(ids, known, strict=True):
+                self._append(logprobs, token_id, offset, None if logprob is None else logprob.logprob)
+                top = {} if logprob is None else self._top_of(ShownToken(token_id, offset, logprob))
+                logprobs["top_logprobs"].append(top or None)
+                offset += len(detokenizer.push(token_id))
+        return self._text.decode(ids, skip_special=skip) if given is None else given
+
+    def _hides_bos(self, given: str, ids: Sequence[int]) -> bool:
+        first = self._codec.token_text(ids[0])
+        return ids[0] in self._codec.special_ids and not given.startswith(first)
+
+    def _add(
+        self,
+        logprobs: dict[str, list[object]] | None,
+        choice: Choice,
+        tokens: Sequence[ShownToken],
+    ) -> None:
+        if logprobs is None:
+            return
+        base = self._echoed[choice.index]
+        for token in tokens:
+            value = 0.0 if token.logprob is None else token.logprob.logprob
+            self._append(logprobs, token.token_id, base + token.offset, value)
+            logprobs["top_logprobs"].append(self._top_of(token))
+
+    def _append(
+        self, logprobs: dict[str, list[object]], token_id: int, offset: int, value: float | None
+    ) -> None:
+        logprobs["tokens"].append(self._codec.token_text(token_id))
+        logprobs["token_logprobs"].append(None if value is None else finite(value))
+        logprobs["text_offset"].append(offset)
+
+    def _top_of(self, token: ShownToken) -> dict[str, float]:
+        """Token text -> log-probability, the chosen token always among them, as OpenAI does it."""
+        best: dict[str, float] = {}
+        if token.logprob is None:
+            return best
+        chosen = (token.token_id, finite(token.logprob.logprob))
+        for token_id, value in (*alternatives(token.logprob, self._top or 0), chosen):
+            name = self._codec.token_text(token_id)
+            best[name] = max(value, best.get(name, value))
+        return best

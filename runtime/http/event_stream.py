@@ -1,0 +1,71 @@
+"""Server-sent events of one answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+from aiohttp import web
+
+from ostinato.errors import EngineError
+from ostinato.runtime.choice_output import Delta
+from ostinato.runtime.http.api_errors import error_body
+from ostinato.runtime.http.choices import Choice
+from ostinato.runtime.http.client_watch import connection_of
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b":\n\n"
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
+
+
+async def stream_events(
+    request: web.Request,
+    deltas: AsyncGenerator[tuple[Choice, Delta]],
+    render: Callable[[Choice, Delta], bytes],
+    closing: Callable[[], bytes],
+) -> web.StreamResponse:
+    """Send `render` of each delta, then `closing` and `[DONE]`.
+
+    The answer begins with the first delta, so what goes wrong before that is still an HTTP status.  Later
+    errors are sent as one event with OpenAI's error object, and the stream ends there, without `[DONE]`.
+    """
+    response: web.StreamResponse | None = None
+    try:
+        async for choice, delta in deltas:
+            if response is None:
+                response = await _open(request)
+            if event := render(choice, delta):
+                await response.write(event)
+        if response is None:
+            response = await _open(request)
+        await response.write(closing() + DONE)
+    except ConnectionError:
+        raise
+    except Exception as error:  # border: the status is sent, so the middleware cannot answer any more
+        if response is None:
+            raise
+        if not isinstance(error, EngineError):
+            log.exception("error in a stream")
+        await response.write(b"data: " + error_body(error) + b"\n\n")
+    if (watched := connection_of(request)) is not None:
+        watched.probe = None  # nothing may follow the last chunk
+    await response.write_eof()
+    return response
+
+
+async def _open(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers=_HEADERS)
+    if request.version >= (1, 1):
+        response.enable_chunked_encoding()  # aiohttp would do so too, without saying so in `chunked`
+    await response.prepare(request)
+    watched = connection_of(request)
+    if watched is not None and watched.probe is not None:
+        framed = b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT) if response.chunked else _COMMENT
+        watched.probe = lambda: watched.send(framed)
+    return response

@@ -1,0 +1,191 @@
+"""The aiohttp application: routes, who may call them, how errors look, how it starts and stops.
+
+No torch here: this process moves token ids and text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+from ostinato.errors import EngineDead
+from ostinato.runtime.client import EngineClient
+from ostinato.runtime.config import EngineConfig, ServerConfig
+from ostinato.runtime.http.api_errors import (
+    BadKey,
+    BodyTooLarge,
+    UnknownRoute,
+    WrongMethod,
+    answer_for,
+    error_body,
+)
+from ostinato.runtime.http.chat_handler import chat_completions
+from ostinato.runtime.http.completion_handler import completions
+from ostinato.runtime.http.metrics import ServerMetrics
+from ostinato.runtime.http.server_state import STATE, ServerState
+from ostinato.runtime.http.status_handlers import config as show_config
+from ostinato.runtime.http.status_handlers import health, metrics, model, models, version
+from ostinato.runtime.http.token_handlers import detokenize, tokenize
+from ostinato.runtime.text import TextFrontEnd
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: probes and scrapers have none
+CLIENT_LEFT = 499  # before it had an answer; nginx counts it so
+ABORT_WAIT_S = 5.0  # for aborted requests to be answered
+_SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID: web.RequestKey[str] = web.RequestKey("ostinato_request_id", str)
+
+
+def make_app(
+    engine: EngineClient,
+    config: ServerConfig,
+    text: TextFrontEnd,
+    *,
+    engine_config: EngineConfig | None = None,
+) -> web.Application:
+    """The application. It starts and closes `engine` with itself; `/config` shows `engine_config`.
+
+    Run it with `serve_app.serve`: other runners work too, but there a client that ends its sending side at
+    once may be taken for gone.
+    """
+
+    def stalled_s() -> float:
+        try:
+            return engine.stalled_seconds
+        except EngineDead:
+            return float("inf")
+
+    app = web.Application(
+        client_max_size=int(config.max_body_mib * 2**20), middlewares=[_answer_errors, _check_key]
+    )
+    app[STATE] = ServerState(
+        engine=engine,
+        config=config,
+        text=text,
+        metrics=ServerMetrics(lambda: engine.stats, stalled_s),
+        engine_config=engine_config,
+    )
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.get("/v1/models", models),
+            web.get("/v1/models/{name:.+}", model),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.get("/health", health),
+            web.get("/metrics", metrics),
+            web.get("/config", show_config),
+            web.get("/version", version),
+        ]
+    )
+    app.cleanup_ctx.append(_engine_lifetime)
+    app.on_shutdown.append(drain)
+    app.on_response_prepare.append(_name_request)
+    return app
+
+
+async def _engine_lifetime(app: web.Application) -> AsyncIterator[None]:
+    state = app[STATE]
+    await state.engine.start()
+    try:
+        yield
+    finally:
+        await state.engine.close()
+        state.text.close()
+
+
+async def drain(app: web.Application) -> None:
+    """Refuse new work, let running requests finish for `drain_s` seconds, then abort the rest."""
+    state = app[STATE]
+    state.draining = True
+    if state.live:
+        log.info("shutting down: %d sequences get %g s to finish", len(state.live), state.config.drain_s)
+    if await _idle_within(state, state.config.drain_s, lambda: state.hurries):
+        return
+    log.warning("shutting down: aborting %d sequences", len(state.live))
+    await state.engine.abort(list(state.live))
+    await _idle_within(state, ABORT_WAIT_S, lambda: False)
+
+
+async def _idle_within(state: ServerState, seconds: float, gives_up: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while state.live and time.monotonic() < end and not gives_up():
+        await asyncio.sleep(0.01)
+    return not state.live
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Outermost: request id, one error format, one line of log."""
+    given = request.headers.get("X-Request-Id", "")
+    request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+    request[_REQUEST_ID] = request_id
+    started, status = time.monotonic(), CLIENT_LEFT
+    try:
+        response = await handler(request)
+        status = response.status
+    except ConnectionError:
+        return web.Response(status=CLIENT_LEFT)  # goes nowhere; raised, aiohttp would log it as our failure
+    except Exception as error:  # border: whatever goes wrong becomes one error body
+        response = _error_response(error, request)
+        status = response.status
+    finally:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "other"
+        request.app[STATE].metrics.answered(route, status)
+        if log.isEnabledFor(logging.DEBUG):
+            took_ms = (time.monotonic() - started) * 1000
+            log.debug(
+                "%s %s %d %.1f ms id=%s", request.method, request.path[:200], status, took_ms, request_id
+            )
+    return response
+
+
+async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
+    if (request_id := request.get(_REQUEST_ID)) is not None:
+        response.headers["X-Request-Id"] = request_id
+
+
+def _error_response(error: Exception, request: web.Request) -> web.Response:
+    headers = {}
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+        error = WrongMethod(f"{request.method} is not allowed here; use {headers['Allow']}")
+    elif isinstance(error, web.HTTPNotFound):
+        error = UnknownRoute(f"no such path: {request.method} {request.path[:200]}")
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
+        error = BodyTooLarge(str(error.text))
+    elif isinstance(error, web.HTTPException):
+        raise error  # redirects; there are none
+    status = answer_for(error).status
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status in (429, 503):
+        headers["Retry-After"] = "1"
+    if status == 500:
+        log.error("request %s failed", request[_REQUEST_ID], exc_info=error)
+    return web.Response(
+        body=error_body(error), status=status, content_type="application/json", headers=headers
+    )
+
+
+@web.middleware
+async def _check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    key = request.app[STATE].config.api_key
+    if key and request.path not in OPEN_PATHS:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        matches = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
+        if scheme.lower() != "bearer" or not matches:
+            raise BadKey("missing or wrong API key; send it as `Authorization: Bearer KEY`")
+    return await handler(request)

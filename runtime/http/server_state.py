@@ -1,0 +1,50 @@
+"""What all handlers of one server share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from ostinato.errors import ModelNotFound
+from ostinato.runtime.client import EngineClient
+from ostinato.runtime.config import EngineConfig, ServerConfig
+from ostinato.runtime.http.api_errors import Draining
+from ostinato.runtime.http.metrics import ServerMetrics
+from ostinato.runtime.text import TextFrontEnd
+
+
+@dataclass
+class ServerState:
+    """One engine behind one HTTP front end."""
+
+    engine: EngineClient
+    config: ServerConfig
+    text: TextFrontEnd
+    metrics: ServerMetrics
+    engine_config: EngineConfig | None
+    created: int = field(default_factory=lambda: int(time.time()))
+    live: set[str] = field(default_factory=set)  # engine request ids being generated
+    draining: bool = False
+    hurries: bool = False  # a second signal came: the drain ends now
+
+    @property
+    def model(self) -> str:
+        """The name that clients use."""
+        return self.config.served_name or self.engine.info.model
+
+    def check_model(self, name: str | None) -> None:
+        """A request may leave the model out; a name must be ours."""
+        if name is not None and name != self.model:
+            raise ModelNotFound(
+                f"model {name[:200]!r} is not served here; this server has {self.model!r}", param="model"
+            )
+
+    def check_open(self) -> None:
+        """Refuse new work while shutting down."""
+        if self.draining:
+            raise Draining("the server is shutting down; try another one, or again later")
+
+
+STATE: web.AppKey[ServerState] = web.AppKey("ostinato_state", ServerState)

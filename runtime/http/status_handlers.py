@@ -1,0 +1,76 @@
+"""GET /v1/models, /health, /metrics, /config and /version."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+import ostinato
+from ostinato.errors import EngineDead
+from ostinato.runtime.http.answer_parts import dump
+from ostinato.runtime.http.server_state import STATE, ServerState
+
+
+async def models(request: web.Request) -> web.Response:
+    """The one model, in OpenAI's list."""
+    return _json({"object": "list", "data": [_model(request.app[STATE])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """The model by name."""
+    state = request.app[STATE]
+    state.check_model(request.match_info["name"])
+    return _json(_model(state))
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 while the engine makes progress or has nothing to do; 503 with the reason otherwise."""
+    state = request.app[STATE]
+    try:
+        stalled_s = state.engine.stalled_seconds
+    except EngineDead as error:
+        return _json({"status": "dead", "reason": str(error)[:600]}, status=503)
+    stats = state.engine.stats
+    facts = {"running": stats.running, "waiting": stats.waiting, "stalled_seconds": round(stalled_s, 3)}
+    if stalled_s > state.config.stall_s:
+        limit = f"server.stall_s={state.config.stall_s:g}"
+        reason = f"no engine step for {stalled_s:.1f} s while requests wait ({limit})"
+        return _json({"status": "stalled", "reason": reason, **facts}, status=503)
+    if state.draining:
+        return _json({"status": "draining", "reason": "the server is shutting down", **facts}, status=503)
+    return _json({"status": "ok", **facts})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus text format."""
+    headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    return web.Response(body=request.app[STATE].metrics.render(), headers=headers)
+
+
+async def config(request: web.Request) -> web.Response:
+    """Every setting in use. Secrets are starred."""
+    state = request.app[STATE]
+    whole = {"server": state.config.model_dump(mode="json")}
+    if state.engine_config is not None:
+        whole = {**state.engine_config.model_dump(mode="json"), **whole}
+    if whole["server"]["api_key"]:
+        whole["server"]["api_key"] = "***"
+    return _json(whole)
+
+
+async def version(request: web.Request) -> web.Response:
+    """Version of ostinato."""
+    return _json({"version": ostinato.__version__})
+
+
+def _model(state: ServerState) -> dict[str, object]:
+    return {
+        "id": state.model,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "ostinato",
+        "max_model_len": state.engine.info.max_model_len,
+    }
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(text=dump(value), status=status, content_type="application/json")

@@ -1,0 +1,1 @@
+"""KV memory that grows and shrinks without moving."""

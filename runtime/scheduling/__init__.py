@@ -1,0 +1,1 @@
+"""Who runs next, and on which KV blocks. No torch here."""

@@ -1,0 +1,327 @@
+"""What the next step computes: continuous batching with chunked prefill. Pure Python, no torch.
+
+A step feeds one token to every decoding sequence first. Should these and the prefills not fit into
+`max_step_tokens`, an eighth is kept for prefills and the decodes take turns. Of the tokens left (R), up to
+half goes to prompts shorter than the rest of the first-ranked one, shortest first; all else goes by rank. So
+    - the first-ranked prefill is fed at least R/2 tokens in every step: nobody starves within a priority;
+    - the shortest prompt, s tokens, has its first token at most ceil(s / floor(R/2)) steps after admission.
+Rank, admission and preemption: `slots.py`.
+
+A prompt with `prompt_logprobs` is computed in full: it does not read the prefix cache, though it fills it.
+
+Overlap. `next_plan` may be called before `complete` of the plan before, up to `max_in_flight` plans. What
+holds then: plans are settled in order; blocks of a sequence come back only when no plan in flight has it; a
+block is published only when the plan that filled it is settled; a token sampled for a sequence that has
+ended meanwhile is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Tokens
+
+from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded
+from ostinato.runtime.config import SchedulerConfig
+from ostinato.runtime.messages import GenerateRequest
+from ostinato.runtime.scheduling.block_pool import BlockPool
+from ostinato.runtime.scheduling.plan import Outcome, Plan, PlanEntry
+from ostinato.runtime.scheduling.sequence import Phase, Sequence
+from ostinato.runtime.scheduling.slots import SchedulerCounters, Slots
+
+PREFILL_SHARE = 8  # one part in eight of a step is kept for prefills when decodes would fill it
+
+
+class Scheduler:
+    """Requests in, plans out, outcomes back. One thread; the loop is
+
+    `add` / `abort` -> grow the pool by `blocks_wanted` -> `next_plan` -> (run) -> `complete`, `take_ended`.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        *,
+        max_in_flight: int = 1,
+    ) -> None:
+        self.pool = pool
+        self.config = config
+        self.window = min(max_model_len, pool.capacity * pool.block_tokens)  # tokens, prompt and answer
+        self.counters = SchedulerCounters()
+        self._eos_token_ids = eos_token_ids
+        self._max_in_flight = max_in_flight
+        self._arrivals = 0
+        self._live: dict[str, Sequence] = {}
+        self._slots = Slots(pool, config.max_running, self.counters)
+        self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()
+        self._ended: list[Outcome] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits, runs or is in flight."""
+        return bool(self._live or self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot."""
+        return len(self._slots.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot, preempted ones too."""
+        return len(self._live) - len(self._slots.running)
+
+    def tokens(self, request_id: str) -> Tokens[int]:
+        """Prompt and generated tokens of a live request: the live list itself, so do not change it."""
+        return self._live[request_id].tokens
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises ContextTooLong, InvalidRequest (empty prompt, id in use) or Overloaded.
+
+        A prompt must leave room for one token. `max_tokens` beyond the window is not an error: the answer
+        ends with `length` when the window is full. Overloaded: `max_waiting` requests wait besides those for
+        which there is a slot.
+        """
+        length = len(request.prompt_token_ids)
+        if length == 0:
+            raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
+        if length >= self.window:
+            raise ContextTooLong(
+                f"the prompt has {length} tokens, the context window {self.window} tokens, of which "
+                f"the answer needs at least one: shorten the prompt to {self.window - 1} tokens",
+                param="prompt",
+            )
+        if request.request_id in self._live:
+            raise InvalidRequest(
+                f"request_id={request.request_id!r}: a request with this id is running; choose another",
+                param="request_id",
+            )
+        waiting, most = len(self._slots.waiting), self.config.max_waiting
+        if waiting >= most + self._slots.num_open:
+            raise Overloaded(
+                f"{waiting} requests wait, scheduler.max_waiting={most}: try again later or raise it"
+            )
+        self._arrivals += 1
+        sequence = Sequence(
+            request, arrival=self._arrivals, window=self.window, block_tokens=self.pool.block_tokens
+        )
+        self._live[sequence.request_id] = sequence
+        self._slots.waiting.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in any state; False if it is not live (unknown, finished, aborted before).
+
+        The caller tells the client. Blocks come back now, or when the step in flight is settled; the id can
+        be used again at once.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence)
+        return True
+
+    def blocks_wanted(self) -> int:
+        """Blocks to commit beyond those committed, ahead of need; 0 if none. Call before `next_plan`.
+
+        Counted against free blocks alone: growing is better than evicting, evicting better than preempting.
+        Asks for what running sequences and those next in line lack, and one more block for each.
+        """
+        return self._slots.blocks_wanted()
+
+    def next_plan(self, *, growth_pending: bool = False) -> Plan | None:
+        """The next step, or None: nothing to do, or `max_in_flight` plans are out.
+
+        When not even one sequence can go on for lack of blocks and nothing is in flight, the first in rank is
+        ended with an error (`take_ended`), unless `growth_pending` says that more blocks may come.
+        """
+        if len(self._in_flight) >= self._max_in_flight:
+            return None
+        self._slots.admit()
+        plan = self._build()
+        while plan is None and self._live and not self._in_flight and not growth_pending:
+            self._fail_stuck()
+            self._slots.admit()
+            plan = self._build()
+        return plan
+
+    def complete(
+        self, plan: Plan, sampled: Mapping[str, int], failed: Mapping[str, str] | None = None
+    ) -> list[Outcome]:
+        """Settle the oldest plan in flight: its KV is written. Returns news, in plan order.
+
+        `sampled` has a token for each entry that samples, except those in `failed` (request id -> reason: NaN
+        logits, a broken step), which end with an error and leave nothing of this step in the prefix cache.
+        Ids of requests that were aborted meanwhile are ignored.
+        """
+        failed = failed or {}
+        assert self._in_flight, "complete() without a plan in flight"
+        assert self._in_flight[0][0] is plan, "plans are settled in the order in which they were made"
+        _, sequences = self._in_flight.popleft()
+        outcomes: list[Outcome] = []
+        for entry, sequence in zip(plan.entries, sequences, strict=True):
+            sequence.in_flight -= 1
+            sequence.pending -= entry.samples
+            has_left = sequence.phase in (Phase.LEAVING, Phase.ENDED)
+            if sequence.phase is not Phase.ENDED:
+                if entry.request_id in failed:
+                    self._end(sequence)
+                    outcomes.append(_error(sequence, failed[entry.request_id]))
+                else:
+                    self._advance(sequence, len(entry.token_ids))
+                    if entry.samples:
+                        outcomes.append(self._append(sequence, sampled[entry.request_id]))
+            if has_left and sequence.in_flight == 0:
+                self._slots.settle(sequence)
+        return outcomes
+
+    def take_ended(self) -> list[Outcome]:
+        """Requests that `next_plan` had to end since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check(self) -> None:
+        """Raise AssertionError when the books do not balance. Cost: linear in blocks."""
+        self.pool.check()
+        flying = [sequence for _, sequences in self._in_flight for sequence in sequences]
+        holders: dict[int, int] = {}
+        for sequence in {*self._live.values(), *flying}:
+            for block in sequence.block_ids:
+                holders[block] = holders.get(block, 0) + 1
+        books = {block: n for block in range(self.pool.committed) if (n := self.pool.references(block))}
+        assert holders == books, "blocks held by sequences and by the pool differ"
+        waiting, running = set(self._slots.waiting), set(self._slots.running)
+        assert len(running) <= self.config.max_running, "more sequences run than there are slots"
+        assert len(waiting) == len(self._slots.waiting), "a request waits twice"
+        assert len(running) == len(self._slots.running), "a request has two slots"
+        size = self.pool.block_tokens
+        for sequence in {*self._live.values(), *flying, *waiting, *running}:
+            done, given = sequence.computed, len(sequence.block_ids) * size
+            assert sequence.published * size <= done <= sequence.scheduled <= given, (
+                "progress is out of order"
+            )
+            is_live = self._live.get(sequence.request_id) is sequence
+            assert is_live == (sequence.phase is not Phase.ENDED), "an ended request is live"
+            assert (sequence.phase is Phase.WAITING) == (sequence in waiting), "a request is in a wrong queue"
+            assert (sequence.phase is Phase.RUNNING) == (sequence in running), "a request is in a wrong queue"
+
+    def _build(self) -> Plan | None:
+        step = self.counters.steps + 1
+        decodes: list[tuple[Sequence, int]] = []  # with the blocks that better-ranked prefills still lack
+        prefills: list[Sequence] = []
+        promised = 0
+        for sequence in self._slots.running:
+            todo = sequence.todo
+            if todo == 1:
+                decodes.append((sequence, promised))
+            elif todo > 1:
+                prefills.append(sequence)
+                promised += sequence.lacking_blocks(self.pool.block_tokens)
+        budget = self.config.max_step_tokens
+        room = budget - (max(1, budget // PREFILL_SHARE) if prefills and budget > 1 else 0)
+        if len(decodes) > room:
+            turns = sorted(decodes, key=lambda decode: decode[0].last_step)[:room]
+            decodes = sorted(turns, key=lambda decode: decode[0].rank)
+        entries: list[PlanEntry] = []
+        sequences: list[Sequence] = []
+        for sequence, reserve in decodes:
+            if sequence.phase is Phase.RUNNING and self._slots.secure(sequence, 1, reserve):
+                entries.append(sequence.plan(1, step))
+                sequences.append(sequence)
+        num_tokens = len(entries)
+        for sequence, tokens in self._share(prefills, budget - num_tokens, step).items():
+            entries.append(sequence.plan(tokens, step))
+            sequences.append(sequence)
+            num_tokens += tokens
+        if not entries:
+            return None
+        self.counters.steps = step
+        plan = Plan(step, tuple(entries), num_tokens)
+        self._in_flight.append((plan, sequences))
+        return plan
+
+    def _share(self, prefills: list[Sequence], budget: int, step: int) -> dict[Sequence, int]:
+        """Split `budget` tokens between prefills (given by rank) and take the blocks for them."""
+        granted: dict[Sequence, int] = {}
+
+        def grant(sequence: Sequence, most: int) -> int:
+            if sequence.phase is not Phase.RUNNING or most < 1:
+                return 0
+            had = granted.get(sequence, 0)
+            if not had:
+                self._slots.reuse_prefix(sequence)
+            reserve = 0  # what better-ranked prefills still lack
+            for other in prefills:
+                if other is sequence:
+                    break
+                if other.phase is Phase.RUNNING:
+                    reserve += other.lacking_blocks(self.pool.block_tokens)
+            got = self._slots.secure(sequence, min(sequence.todo, had + most), reserve)
+            if got > had:
+                granted[sequence] = got
+                sequence.last_step = step
+            return got - had
+
+        if len(prefills) > 1 and sum(sequence.todo for sequence in prefills) > budget:
+            first, half = prefills[0], budget // 2
+            shorter = [s for s in prefills if s.todo < first.todo and s.priority == first.priority]
+            for sequence in sorted(shorter, key=lambda s: (s.todo, s.rank)):
+                given = grant(sequence, half)
+                half -= given
+                budget -= given
+        for sequence in prefills:
+            budget -= grant(sequence, budget)
+        return granted
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.computed += num_tokens
+        if self.pool.prefix_cache:
+            for index in range(sequence.published, sequence.computed // self.pool.block_tokens):
+                self.pool.publish(sequence.block_ids[index], sequence.keys[index])
+                sequence.published = index + 1
+
+    def _append(self, sequence: Sequence, token: int) -> Outcome:
+        sequence.tokens.append(token)
+        self.counters.generated_tokens += 1
+        reason, stop_token = sequence.finish_reason(self._eos_token_ids)
+        if reason is not None:
+            self._end(sequence)
+        return Outcome(
+            sequence.request_id,
+            token,
+            sequence.num_generated - 1,
+            reason,
+            stop_token,
+            sequence.cached_tokens,
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._live[sequence.request_id]
+        self._slots.remove(sequence)
+
+    def _fail_stuck(self) -> None:
+        pool, slots = self.pool, self._slots
+        sequence = slots.running[0] if len(slots.running) else slots.waiting[0]
+        self._end(sequence)
+        blocks = -(-(len(sequence.tokens) + 1) // pool.block_tokens)
+        self._ended.append(
+            _error(
+                sequence,
+                f"KV memory is full: {len(sequence.tokens)} tokens and the next need {blocks} blocks of "
+                f"{pool.block_tokens} tokens, {pool.committed} are committed and no more could be: shorten "
+                "the request, raise kv.max_gib or lower kv.headroom_gib",
+            )
+        )
+
+
+def _error(sequence: Sequence, reason: str) -> Outcome:
+    return Outcome(
+        sequence.request_id,
+        None,
+        sequence.num_generated,
+        finish_reason="error",
+        cached_tokens=sequence.cached_tokens,
+        error=reason,
+    )

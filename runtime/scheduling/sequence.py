@@ -1,0 +1,134 @@
+"""One request inside the scheduler: its tokens, how far its KV is, and when it is finished."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ostinato.runtime.messages import FinishReason, GenerateRequest
+from ostinato.runtime.scheduling.block_pool import PrefixKeys
+from ostinato.runtime.scheduling.plan import PENDING, PlanEntry
+
+
+class Phase(Enum):
+    """Where a sequence is. It is in exactly one queue of the scheduler, or in none (LEAVING, ENDED)."""
+
+    WAITING = "waiting"
+    RUNNING = "running"  # has a slot
+    LEAVING = "leaving"  # preempted while a step of it was in flight; waits again when that is settled
+    ENDED = "ended"  # finished or aborted; blocks come back when no step of it is in flight
+
+
+class Sequence:
+    """State of one request. `tokens` = prompt + generated, appended to and never changed."""
+
+    __slots__ = (
+        "block_ids",
+        "cached_tokens",
+        "computed",
+        "in_flight",
+        "keys",
+        "last_step",
+        "limit",
+        "overtaken",
+        "pending",
+        "phase",
+        "preempted",
+        "priority",
+        "prompt_rows",
+        "prompt_tokens",
+        "published",
+        "rank",
+        "request_id",
+        "sampling",
+        "scheduled",
+        "started",
+        "tokens",
+    )
+
+    def __init__(self, request: GenerateRequest, *, arrival: int, window: int, block_tokens: int) -> None:
+        self.request_id = request.request_id
+        self.sampling = request.sampling
+        self.priority = request.priority
+        self.rank = (request.priority, arrival)  # lower goes first; unique
+        self.tokens = list(request.prompt_token_ids)
+        self.prompt_tokens = len(self.tokens)
+        self.limit = window - self.prompt_tokens  # most tokens to generate
+        if request.sampling.max_tokens is not None:
+            self.limit = min(self.limit, request.sampling.max_tokens)
+        self.keys = PrefixKeys(self.tokens, block_tokens, request.cache_salt)
+        self.phase = Phase.WAITING
+        self.block_ids: tuple[int, ...] = ()
+        self.computed = 0  # tokens whose KV is on the device for certain
+        self.scheduled = 0  # the same, counting plans in flight
+        self.pending = 0  # sampled tokens in flight
+        self.in_flight = 0  # plans in flight with this sequence
+        self.published = 0  # leading blocks offered to the prefix cache
+        self.prompt_rows = 0  # rows of prompt log-probabilities planned so far
+        self.cached_tokens = 0
+        self.last_step = 0  # number of the newest plan with this sequence
+        self.overtaken = 0  # requests admitted past it while it lacked blocks
+        self.started = False  # has been admitted once
+        self.preempted = False  # has lost its blocks once
+
+    @property
+    def todo(self) -> int:
+        """Tokens that can be fed now. The last token of the answer is never fed."""
+        last = self.prompt_tokens + self.limit - 1
+        return min(len(self.tokens) + self.pending, last) - self.scheduled
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far, without those in flight."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Prompt log-probabilities are asked for and not all planned: every prompt token must be computed."""
+        return self.sampling.prompt_logprobs is not None and self.prompt_rows < self.prompt_tokens - 1
+
+    def lacking_blocks(self, block_tokens: int) -> int:
+        """Blocks still to be given for the tokens known now."""
+        return max(0, -(-len(self.tokens) // block_tokens) - len(self.block_ids))
+
+    def plan(self, num_tokens: int, step: int) -> PlanEntry:
+        """Feed the next `num_tokens` in plan `step`; the blocks for them are there."""
+        start, known = self.scheduled, len(self.tokens)
+        end = start + num_tokens
+        ids = (self.tokens[start],) if num_tokens == 1 and start < known else tuple(self.tokens[start:end])
+        samples = end == known + self.pending
+        first_row = num_tokens - samples
+        if self.needs_prompt_rows:
+            first_row = min(first_row, max(0, self.prompt_rows - start))
+            self.prompt_rows = max(self.prompt_rows, min(end, self.prompt_tokens - 1))
+        entry = PlanEntry(
+            self.request_id,
+            ids if end <= known else (*ids, PENDING),
+            start,
+            self.block_ids,
+            samples,
+            first_row,
+            known + self.pending - self.prompt_tokens,
+            self.prompt_tokens,
+        )
+        self.scheduled = end
+        self.pending += samples
+        self.in_flight += 1
+        self.last_step = step
+        return entry
+
+    def lose_blocks(self) -> None:
+        """Forget the KV, keep the tokens: everything is computed again."""
+        self.block_ids = ()
+        self.computed = self.scheduled = self.published = 0
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
+        """Why the newest token ends the answer, and that token if it is an EOS or stop token.
+
+        EOS and stop tokens do not count among the first `min_tokens` (the sampler masks them there).
+        """
+        sampling, token = self.sampling, self.tokens[-1]
+        if self.num_generated > sampling.min_tokens and (
+            token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos)
+        ):
+            return "stop", token
+        return ("length", None) if self.num_generated >= self.limit else (None, None)

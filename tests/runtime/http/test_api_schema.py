@@ -1,0 +1,267 @@
+"""One strict schema per route: what is accepted, what is refused and which field is named."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.http.api_errors import TABLE, refusal
+from ostinato.runtime.http.api_schema import (
+    IGNORED,
+    MAX_LOGIT_BIAS,
+    MAX_STOPS,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingRequest,
+    StreamOptions,
+    TokenizeRequest,
+    Wire,
+)
+from ostinato.runtime.messages import SamplingParams
+
+CHAT: dict[str, object] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, object] = {"model": "m", "prompt": "hi"}
+
+
+def refused(schema: type[Wire], fields: dict[str, object]) -> InvalidRequest:
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(fields)
+    return refusal(caught.value)
+
+
+WRONG = [
+    ("temperature", -0.1),
+    ("temperature", 100.5),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", [1]),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", 1.1),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", -2.5),
+    ("n", 0),
+    ("n", 129),
+    ("n", "2"),
+    ("n", True),
+    ("n", 1.5),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", "16"),
+    ("min_tokens", -1),
+    ("seed", 2**63),
+    ("seed", 0.5),
+    ("stream", 1),
+    ("stream", "true"),
+    ("stop", 7),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", ["a", 1]),
+    ("stop", ["x"] * (MAX_STOPS + 1)),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["1"]),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": "1"}),
+    ("logit_bias", [1]),
+    ("logit_bias", {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}),
+    ("ignore_eos", "no"),
+    ("priority", 2**31),
+    ("cache_salt", 5),
+    ("stream_options", {"include_usage": True}),
+    ("user_id", "x"),
+]
+
+
+@pytest.mark.parametrize("base", [(ChatRequest, CHAT), (CompletionRequest, TEXT)], ids=["chat", "text"])
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_wrong_value_names_its_field(base, name: str, value: object):
+    schema, good = base
+    error = refused(schema, {**good, name: value})
+    assert error.param is not None
+    assert re.split(r"[.\[]", error.param)[0] == name
+    assert str(error).startswith(error.param)
+
+
+ACCEPTED = [
+    ("temperature", 1, 1.0),
+    ("top_p", 1, 1.0),
+    ("max_tokens", 16.0, 16),
+    ("max_tokens", 1e9, 10**9),
+    ("n", 2.0, 2),
+    ("seed", -5, -5),
+    ("logit_bias", {"5": -100, "7": 0.5}, {5: -100.0, 7: 0.5}),
+    ("stop", ["a"] * MAX_STOPS, ["a"] * MAX_STOPS),
+    ("top_k", -1, -1),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "read"), ACCEPTED)
+def test_good_value_is_read(name: str, value: object, read: object):
+    got = getattr(ChatRequest.model_validate({**CHAT, name: value}), name)
+    assert got == read
+    assert type(got) is type(read)
+
+
+def test_null_means_not_given():
+    names = [*ChatRequest.model_fields, *UNSUPPORTED, *IGNORED]
+    fields = ChatRequest.model_validate(dict.fromkeys(names) | CHAT)
+    assert fields == ChatRequest.model_validate(CHAT)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_field_passes_when_it_asks_for_nothing_and_is_refused_by_name_otherwise(name: str):
+    for value in UNSUPPORTED[name]:
+        assert CompletionRequest.model_validate({**TEXT, name: value}).prompt == "hi"
+    error = refused(CompletionRequest, {**TEXT, name: "something else"})
+    assert error.param == name
+    assert "is not supported" in str(error)
+
+
+def test_tools_are_refused_and_no_tools_are_not():
+    assert refused(ChatRequest, {**CHAT, "tools": [{"type": "function"}]}).param == "tools"
+    assert (
+        refused(ChatRequest, {**CHAT, "response_format": {"type": "json_object"}}).param == "response_format"
+    )
+    fields = {**CHAT, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "user": "u"}
+    assert ChatRequest.model_validate(fields) == ChatRequest.model_validate(CHAT)
+
+
+def test_unknown_field_is_refused_by_name():
+    error = refused(ChatRequest, {**CHAT, "tempo": 1})
+    assert (error.param, str(error)) == ("tempo", "tempo: is not a known field")
+
+
+def test_required_field_is_named():
+    assert str(refused(ChatRequest, {"model": "m"})) == "messages: is required"
+    assert str(refused(CompletionRequest, {"model": "m"})) == "prompt: is required"
+
+
+PROMPTS = ["text", ["one", "two"], [1, 2, 3], [[1, 2], [3]]]
+BAD_PROMPTS = [
+    (7, "prompt"),
+    ({}, "prompt"),
+    ([], "prompt"),
+    ([1, "a"], "prompt[1]"),
+    ([1, -1], "prompt[1]"),
+    ([1, 2.5], "prompt[1]"),
+    ([1, True], "prompt[1]"),
+    (["a", 1], "prompt[1]"),
+    ([[1], "a"], "prompt[1]"),
+    ([[1], [2, "x"]], "prompt[1][1]"),
+    (["a"] * 1025, "prompt"),
+]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["text", "texts", "ids", "id lists"])
+def test_all_four_prompt_forms_are_read(prompt: object):
+    assert CompletionRequest.model_validate({**TEXT, "prompt": prompt}).prompt == prompt
+
+
+@pytest.mark.parametrize(("prompt", "param"), BAD_PROMPTS, ids=range(len(BAD_PROMPTS)))
+def test_bad_prompt_names_the_element(prompt: object, param: str):
+    assert refused(CompletionRequest, {**TEXT, "prompt": prompt}).param == param
+
+
+def test_a_million_bad_elements_make_one_complaint():
+    error = refused(CompletionRequest, {**TEXT, "prompt": [1] + ["x"] * 1_000_000})
+    assert error.param == "prompt[1]"
+    assert "more)" not in str(error)
+
+
+BAD_MESSAGES = [
+    ([], "messages"),
+    ("hi", "messages"),
+    ([{"role": "user"}], "messages[0].content"),
+    ([{"role": "king", "content": "x"}], "messages[0].role"),
+    ([{"content": "x"}], "messages[0].role"),
+    ([{"role": "user", "content": 5}], "messages[0].content"),
+    ([{"role": "user", "content": []}], "messages[0].content"),
+    ([{"role": "user", "content": "x", "mood": "glad"}], "messages[0].mood"),
+    (
+        [{"role": "user", "content": "x", "tool_calls": [{"function": {}}]}],
+        "messages[0].tool_calls[0].function.name",
+    ),
+    ([{"role": "assistant", "content": None}], "messages[0].content"),
+    (
+        [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "text"}]}],
+        "messages[1].content[0].text",
+    ),
+    (
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}],
+            }
+        ],
+        "messages[0].content[1].type",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES, ids=range(len(BAD_MESSAGES)))
+def test_bad_message_is_named_to_the_part(messages: object, param: str):
+    assert refused(ChatRequest, {**CHAT, "messages": messages}).param == param
+
+
+def test_image_part_is_told_that_only_text_is_read():
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    error = refused(ChatRequest, {**CHAT, "messages": [{"role": "user", "content": [part]}]})
+    assert "'image_url' parts are not supported" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ],
+)
+def test_chat_fields_that_disagree_are_named(fields: dict[str, object], param: str):
+    assert refused(ChatRequest, {**CHAT, **fields}).param == param
+
+
+def test_best_of_must_be_n():
+    assert CompletionRequest.model_validate({**TEXT, "n": 2, "best_of": 2}).n == 2
+    assert refused(CompletionRequest, {**TEXT, "best_of": 3}).param == "best_of"
+
+
+def test_tokenize_takes_a_prompt_or_messages():
+    assert refused(TokenizeRequest, {}).param == "prompt"
+    assert refused(TokenizeRequest, {"prompt": "x", "messages": CHAT["messages"]}).param == "prompt"
+    assert refused(DetokenizeRequest, {"tokens": [1, "2"]}).param == "tokens[1]"
+
+
+def test_ranges_are_those_of_the_engine():
+    """The two declarations may not drift apart: bounds are compared field by field."""
+    shared = SamplingRequest.model_fields.keys() & SamplingParams.model_fields.keys()
+    compared = 0
+    for name in shared - {"stop", "stop_token_ids", "logit_bias", "seed"}:
+        ours = set(re.findall(r"\b(?:ge|gt|le|lt)=[-\d.]+", repr(SamplingRequest.model_fields[name])))
+        theirs = set(re.findall(r"\b(?:ge|gt|le|lt)=[-\d.]+", repr(SamplingParams.model_fields[name])))
+        assert ours == theirs, name
+        compared += bool(theirs)
+    assert compared == 9
+
+
+def test_every_field_and_error_code_is_documented():
+    text = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    fields = {
+        *(name for schema in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+          for name in schema.model_fields),
+        *StreamOptions.model_fields, *UNSUPPORTED, *IGNORED,
+    }  # fmt: skip
+    codes = {answer.code for _, answer in TABLE if answer.code is not None}
+    assert [name for name in sorted(fields | codes) if f"`{name}`" not in text] == []

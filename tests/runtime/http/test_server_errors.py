@@ -1,0 +1,210 @@
+"""Bad requests: the right status, OpenAI's error body of at most 1 KB, and a server that lives on."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from io import BytesIO
+
+import aiohttp
+import pytest
+
+from ostinato.errors import EngineDead, EngineError, RequestAborted
+from ostinato.runtime.http.api_errors import error_body
+from tests.support.fake_engine import say
+from tests.support.serving import Served, serving
+
+CHAT = "/v1/chat/completions"
+GOOD = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serving(say([10, 11])) as running:
+        yield running
+        status, _ = await running.post(CHAT, GOOD)  # whatever was sent before, it still serves
+        assert status == 200
+
+
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b'"x"',
+    b"\xff\xfe",
+    b'{"prompt": "a", "prompt": "b"}',
+    b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"messages": ' + b'[{"a":' * 100_000,
+    b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
+async def test_bodies_that_are_no_request_get_400(served: Served, path: str):
+    for raw in BODIES:
+        status, body = await served.post(path, raw)
+        assert status == 400, raw[:40]
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "application/json"]
+)
+async def test_content_type_does_not_matter_when_the_body_is_json(served: Served, content_type: str):
+    status, _ = await served.post(CHAT, GOOD, **{"Content-Type": content_type})
+    assert status == 200
+
+
+async def test_error_body_is_bounded_whatever_the_client_sent(served: Served):
+    huge = "\x01😀" * 50_000
+    for fields in (
+        {huge: 1},
+        {**GOOD, huge: 1},
+        {**GOOD, "model": huge},
+        {"messages": [{"role": huge, "content": "x"}]},
+        {**GOOD, "chat_template_kwargs": {"messages": huge}},
+        {**GOOD, "stop": [huge]},
+    ):
+        async with served.http.post(served.url + CHAT, json=fields) as response:
+            raw = await response.read()
+            assert response.status in (400, 404)
+            assert len(raw) <= 1024
+            json.loads(raw)
+
+
+@pytest.mark.parametrize("error", [EngineError("x" * 5000), EngineDead("\n\0é" * 3000), ValueError("z")])
+def test_error_body_of_any_exception_fits_in_a_kilobyte(error: Exception):
+    assert len(error_body(error)) <= 1024
+    json.loads(error_body(error))
+
+
+async def test_unknown_model_is_404_and_names_the_served_one(served: Served):
+    status, body = await served.post(CHAT, {**GOOD, "model": "gpt-4"})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+    assert "'toy'" in body["error"]["message"]
+    assert (await served.get("/v1/models/gpt-4"))[0] == 404
+
+
+async def test_unknown_path_is_404_and_wrong_method_405_in_the_same_format(served: Served):
+    status, body = await served.get("/v1/nothing")
+    assert (status, body["error"]["code"]) == (404, "unknown_url")
+    async with served.http.get(served.url + CHAT) as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert (await response.json())["error"]["code"] == "method_not_allowed"
+    async with served.http.delete(served.url + "/health") as response:
+        assert response.status == 405
+
+
+async def chunks(total_mib: int) -> AsyncIterator[bytes]:
+    for _ in range(total_mib):
+        yield b" " * 2**20
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["with a length", "chunked"])
+async def test_body_over_the_limit_is_413(declared: bool):
+    async with serving(say([10]), max_body_mib=2) as served:
+        data = BytesIO(b" " * 2**23) if declared else chunks(8)
+        async with served.http.post(served.url + CHAT, data=data) as response:
+            body = await response.json()
+        assert (response.status, body["error"]["code"]) == (413, "request_too_large")
+        assert "server.max_body_mib" in body["error"]["message"]
+        assert (await served.post(CHAT, GOOD))[0] == 200
+
+
+async def test_body_of_hundreds_of_megabytes_is_refused_before_it_is_sent(served: Served):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 209715200\r\n\r\n")
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_text_of_more_than_a_megabyte_is_tokenized_not_refused_for_its_size():
+    async with serving(say([10]), window=2_000_000) as served:
+        long = {"messages": [{"role": "user", "content": "the dog " * 190_000}]}
+        posted = asyncio.create_task(served.post(CHAT, long))
+        answered = 0
+        while not posted.done():
+            status, _ = await served.get("/health")  # other requests go on meanwhile
+            assert status == 200
+            answered += 1
+        assert (await posted)[0] == 200
+        assert answered > 3
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("secret", 401),
+        ("Bearer", 401),
+        ("Bearer wrong", 401),
+        ("Bearer sécret", 401),
+        ("Basic secret", 401),
+        ("Bearer secret", 200),
+        ("bearer secret", 200),
+    ],
+)
+async def test_api_key_is_required_as_a_bearer_token(header: str | None, status: int):
+    async with serving(say([10]), api_key="secret") as served:
+        headers = {} if header is None else {"Authorization": header}
+        got, body = await served.post(CHAT, GOOD, **headers)
+        assert got == status
+        if status == 401:
+            assert body["error"]["code"] == "invalid_api_key"
+            assert served.engine.requests == []
+        for path in ("/v1/models", "/config"):
+            assert (await served.get(path, **headers))[0] == status
+        for path in ("/health", "/version"):
+            assert (await served.get(path))[0] == 200
+
+
+async def test_request_id_is_echoed_or_made_and_never_split_into_headers(served: Served):
+    async with served.http.get(served.url + "/version", headers={"X-Request-Id": "mine-7"}) as response:
+        assert response.headers["X-Request-Id"] == "mine-7"
+    for bad in ("x" * 200, "a b"):
+        async with served.http.get(served.url + "/version", headers={"X-Request-Id": bad}) as response:
+            assert len(response.headers["X-Request-Id"]) == 32
+    async with served.http.post(
+        served.url + CHAT, json={**GOOD, "stream": True}, headers={"X-Request-Id": "mine-8"}
+    ) as response:
+        assert response.headers["X-Request-Id"] == "mine-8"
+        await response.read()
+
+
+async def test_dead_engine_is_503_everywhere(served: Served):
+    served.engine.dead = "killed by SIGKILL"
+    status, body = await served.post(CHAT, GOOD)
+    assert (status, body["error"]["code"], body["error"]["message"]) == (
+        503,
+        "engine_dead",
+        "killed by SIGKILL",
+    )
+    status, body = await served.get("/health")
+    assert (status, body) == (503, {"status": "dead", "reason": "killed by SIGKILL"})
+    async with served.http.get(served.url + "/metrics") as response:
+        assert response.status == 200
+    served.engine.dead = None
+
+
+async def test_aborted_request_is_told_so():
+    async with serving(lambda _: [RequestAborted("stopped by the operator")]) as served:
+        status, body = await served.post(CHAT, GOOD)
+    assert (status, body["error"]["code"]) == (503, "aborted")
+
+
+async def test_malformed_http_does_not_end_the_server(served: Served):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    writer.write(b"NONSENSE\r\n\r\n")
+    assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_headers_of_one_request_do_not_leak_into_another_answer(served: Served):
+    async with aiohttp.ClientSession() as other:
+        first, second = await asyncio.gather(
+            served.http.get(served.url + "/version", headers={"X-Request-Id": "one"}),
+            other.get(served.url + "/version", headers={"X-Request-Id": "two"}),
+        )
+    assert (first.headers["X-Request-Id"], second.headers["X-Request-Id"]) == ("one", "two")

@@ -1,0 +1,46 @@
+"""Bodies that are no JSON object are refused with the reason."""
+
+import pytest
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.http.strict_json import MAX_KEYS, parse, parse_object
+
+BAD = {
+    b"": "empty",
+    b" \n": "empty",
+    b"[]": "got an array",
+    b'"x"': "got a string",
+    b"7": "got a number",
+    b"null": "got null",
+    b'{"a": 1,}': "not valid JSON",
+    b'{"a": NaN}': "NaN is not a JSON number",
+    b'{"a": -Infinity}': "-Infinity is not a JSON number",
+    b'{"a": 1e999}': "1e999 is too large",
+    b'{"a": "\xff"}': "not UTF-8: byte 7",
+    b'{"a": 1, "b": {"c": 1, "c": 2}}': "'c' comes twice",
+    b'{"a": "\\ud83d"}': "half a surrogate pair",
+    b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested too deeply",
+    b'{"a": ' + b'{"b":' * 100_000 + b"1" + b"}" * 100_001: "nested too deeply",
+    b'{"a": ' + b"1" * 5000 + b"}": "not valid JSON",
+    b"{" + b",".join(b'"%d": 1' % i for i in range(MAX_KEYS + 1)) + b"}": "keys; at most",
+}
+
+
+@pytest.mark.parametrize(("body", "reason"), BAD.items(), ids=range(len(BAD)))
+def test_bad_body_is_refused_with_the_reason(body: bytes, reason: str):
+    with pytest.raises(InvalidRequest, match=reason):
+        parse_object(body)
+
+
+def test_good_body_is_read_with_emoji_written_either_way():
+    assert parse_object('{"a": "😀", "b": "\\ud83d\\ude00", "c": [1, 2.5, null]}'.encode()) == {
+        "a": "😀",
+        "b": "😀",
+        "c": [1, 2.5, None],
+    }
+
+
+def test_refusal_names_the_field_that_holds_the_text():
+    with pytest.raises(InvalidRequest, match="arguments is not valid JSON") as caught:
+        parse("{", "arguments", param="messages[0].arguments")
+    assert caught.value.param == "messages[0].arguments"

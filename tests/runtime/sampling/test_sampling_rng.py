@@ -1,0 +1,53 @@
+"""The counter-based generator: known values, ranges, independence of seeds and positions."""
+
+from statistics import fmean
+
+from ostinato.runtime.sampling.sampling_rng import derive_seed, mix64, random_bits, uniform
+
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def test_the_mixer_gives_the_published_splitmix64_sequence():
+    # seed 1234567, as in the reference implementation (rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64)
+    assert [mix64(1234567 + (i + 1) * GAMMA) for i in range(5)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+def test_numbers_are_pinned_so_that_seeded_answers_outlive_releases():
+    assert [random_bits(s, p) for s, p in ((0, 0), (0, 1), (1, 0), (2**63 - 1, 100_000))] == [
+        12035550249420947055,
+        12935080325729570654,
+        6791897765849424158,
+        5131042966077474272,
+    ]
+
+
+def test_uniform_numbers_lie_in_the_half_open_interval_and_are_spread_evenly():
+    numbers = [uniform(seed, position) for seed in range(20) for position in range(1000)]
+    assert all(0 <= u < 1 for u in numbers)
+    assert len(set(numbers)) == 20_000
+    tenths = [sum(int(u * 10) == t for u in numbers) for t in range(10)]
+    assert all(abs(count - 2000) < 5 * 1800**0.5 for count in tenths)  # 5 sigma of a binomial
+
+
+def test_neighbouring_seeds_and_positions_are_uncorrelated():
+    pairs = [(0, 1, 1, 0), (0, 0, 1, 0), (7, 0, 7, 1)]
+    for seed_a, at_a, seed_b, at_b in pairs:
+        products = [
+            (uniform(seed_a + 2 * k, at_a + k) - 0.5) * (uniform(seed_b + 2 * k, at_b + k) - 0.5)
+            for k in range(10_000)
+        ]
+        assert abs(fmean(products)) < 5 / 12 / 100  # 5 sigma: the product's deviation is 1/12
+
+
+def test_choices_of_one_request_have_their_own_seeds_and_the_first_keeps_the_given_one():
+    seeds = [derive_seed(42, index) for index in range(128)]
+    assert seeds[0] == 42
+    assert len(set(seeds)) == 128
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(43, 1) != derive_seed(42, 2)
