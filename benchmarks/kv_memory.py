@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.record import Row, write_record
 from ostinato.graph.facts import KVLayer
-from ostinato.runtime.kv_pool import KVPool
-from ostinato.runtime.vmm_host import HostVmm
+from ostinato.runtime.memory.kv_pool import KVPool
+from ostinato.runtime.memory.vmm_host import HostVmm
 
 LAYERS = [KVLayer(kv_heads=3, k_size=64, v_size=64)] * 30
 BLOCK, STEPS = 16, 20
