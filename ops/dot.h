@@ -5,6 +5,13 @@
 #include <immintrin.h>
 #endif
 
+// Stops GCC from loading the operand again for each product: loads, not products, would be the limit.
+template <class V> INLINE void keep_in_register(V &v) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(v));
+#endif
+}
+
 // Lanes along a sum of products: WIDTH values of two operands meet in one accumulator.
 template <class T> struct Dot {
     static constexpr int WIDTH = LANES;
@@ -15,9 +22,11 @@ template <class T> struct Dot {
 #if defined(__AVX512BF16__)
 template <> struct Dot<bf16> {
     static constexpr int WIDTH = 2 * LANES;
-    typedef __m512bh Operand;
-    INLINE static Operand get(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
-    INLINE static f32v mad(f32v acc, Operand w, Operand x) { return (f32v)_mm512_dpbf16_ps((__m512)acc, w, x); }
+    typedef i32v Operand;  // pairs
+    INLINE static Operand get(const bf16 *p) { return load_as<i32v>(p); }
+    INLINE static f32v mad(f32v acc, Operand w, Operand x) {
+        return (f32v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+    }
 };
 #endif
 

@@ -12,12 +12,18 @@ constexpr int TILE = NUM_REGISTERS * 3 / 4;  // accumulators of a tile; operands
 constexpr int MAX_TILE_ROWS = 8;             // of W: where K is a power of two they share the 8 ways of one cache set
 constexpr int DOT_ROWS = 8;                  // most rows of x for dot tiles (measured)
 constexpr long CHAIN = 256;                  // values of K added up in one accumulator; bounds the rounding error
-constexpr long TASK_BYTES = 128 << 10;      // weights of a task
+constexpr long TASK_BYTES = 128 << 10;       // weights of a task
 constexpr long LINE_BYTES = 64;
 
 // Ask for weights that are this far ahead, into the second-level cache. Measured on Zen 4, M = 1: 12 to 23 GB/s a core.
 template <long KIB, class T> INLINE void prefetch(const T *weights) {
     __builtin_prefetch((const char *)weights + (KIB << 10), 0, 2);
+}
+
+template <class T> INLINE typename Dot<T>::Operand get_weights(const T *at) {
+    prefetch<24>(at);
+    prefetch<40>(at);  // the first request is dropped when too many are under way
+    return Dot<T>::get(at);
 }
 
 // MR rows of x, padded with zeros to whole WIDTHs, times NR rows of W, which are not.
@@ -27,23 +33,29 @@ INLINE void dot_tile(const T *x, long x_stride, const T *w, const T *bias, T *y,
     f32v acc[MR][NR] = {};
     long k = 0;
     for (; k + D::WIDTH <= K; k += D::WIDTH) {
-        typename D::Operand xs[MR];
-        for (int m = 0; m < MR; m++) xs[m] = D::get(x + m * x_stride + k);
-        for (int n = 0; n < NR; n++) {
-            const T *at = w + n * K + k;
-            prefetch<24>(at);
-            prefetch<40>(at);  // the first request is dropped when too many are under way
-            typename D::Operand ws = D::get(at);
-            for (int m = 0; m < MR; m++) acc[m][n] = D::mad(acc[m][n], ws, xs[m]);
+        if constexpr (MR <= NR) {  // the fewer operands stay, the others pass by
+            typename D::Operand xs[MR];
+            for (int m = 0; m < MR; m++) xs[m] = D::get(x + m * x_stride + k);
+            for (int n = 0; n < NR; n++) {
+                typename D::Operand wn = get_weights(w + n * K + k);
+                for (int m = 0; m < MR; m++) acc[m][n] = D::mad(acc[m][n], wn, xs[m]);
+            }
+        } else {
+            typename D::Operand ws[NR];
+            for (int n = 0; n < NR; n++) ws[n] = get_weights(w + n * K + k);
+            for (int m = 0; m < MR; m++) {
+                typename D::Operand xm = D::get(x + m * x_stride + k);
+                keep_in_register(xm);
+                for (int n = 0; n < NR; n++) acc[m][n] = D::mad(acc[m][n], ws[n], xm);
+            }
         }
     }
     if (k < K) {
-        for (int n = 0; n < NR; n++) {
-            T tail[D::WIDTH] = {};
-            memcpy((void *)tail, w + n * K + k, (K - k) * sizeof(T));
-            typename D::Operand ws = D::get(tail);
-            for (int m = 0; m < MR; m++) acc[m][n] = D::mad(acc[m][n], ws, D::get(x + m * x_stride + k));
-        }
+        T tails[NR][D::WIDTH] = {};
+        for (int n = 0; n < NR; n++) memcpy((void *)tails[n], w + n * K + k, (K - k) * sizeof(T));
+        for (int n = 0; n < NR; n++)
+            for (int m = 0; m < MR; m++)
+                acc[m][n] = D::mad(acc[m][n], D::get(tails[n]), D::get(x + m * x_stride + k));
     }
     for (int m = 0; m < MR; m++)
         for (int n = 0; n < NR; n++)
@@ -54,12 +66,12 @@ template <class T, int MR>
 void dot_rows(const T *x, long x_stride, const T *w, const T *bias, T *y, long first, long last, long N, long K) {
     constexpr int NR = TILE / MR < MAX_TILE_ROWS ? TILE / MR : MAX_TILE_ROWS;
     long n = first;
-    for (; n + NR <= last; n += NR)
-        dot_tile<T, MR, NR>(x, x_stride, w + n * K, bias ? bias + n : nullptr, y + n, N, K);
+    for (; n + NR <= last; n += NR) dot_tile<T, MR, NR>(x, x_stride, w + n * K, bias ? bias + n : nullptr, y + n, N, K);
     for (; n < last; n++) dot_tile<T, MR, 1>(x, x_stride, w + n * K, bias ? bias + n : nullptr, y + n, N, K);
 }
 
-// x turned: a step is one value of K for float, a pair for bfloat16; of each step there are MV vectors of rows. Pairs stay together for the dot-product instruction, else they are two float vectors.
+// x turned: a step is one value of K for float, a pair for bfloat16; of each step there are MV vectors of rows. Pairs
+// stay together for the dot-product instruction, else they are two float vectors.
 template <class T, int MV> struct Turned;
 
 template <int MV> struct Turned<float, MV> {
@@ -110,8 +122,7 @@ template <class X, class T> void turn(const T *x, long x_stride, long M, long K,
         long first = task * CHUNK, last = first + CHUNK < steps ? first + CHUNK : steps;
         if (M < X::ROWS) memset(out + first * X::BYTES, 0, (last - first) * X::BYTES);
         for (long s = first; s < last; s++)
-            for (long m = 0; m < M; m++)
-                X::put(out + s * X::BYTES, m, x + m * x_stride + s * X::STEP, K - s * X::STEP);
+            for (long m = 0; m < M; m++) X::put(out + s * X::BYTES, m, x + m * x_stride + s * X::STEP, K - s * X::STEP);
     });
 }
 
@@ -145,8 +156,7 @@ template <class T, int MV>
 void columns(const char *xt, const T *w, const T *bias, T *y, long M, long first, long last, long N, long K) {
     constexpr int NR = TILE / MV < MAX_TILE_ROWS ? TILE / MV : MAX_TILE_ROWS;
     long n = first;
-    for (; n + NR <= last; n += NR)
-        column_tile<T, MV, NR>(xt, w + n * K, bias ? bias + n : nullptr, y + n, N, M, K);
+    for (; n + NR <= last; n += NR) column_tile<T, MV, NR>(xt, w + n * K, bias ? bias + n : nullptr, y + n, N, M, K);
     for (; n < last; n++) column_tile<T, MV, 1>(xt, w + n * K, bias ? bias + n : nullptr, y + n, N, M, K);
 }
 

@@ -19,7 +19,7 @@ constexpr uint32_t CLOSED = 1u << 31;
 constexpr long SPIN_NS = 50000;
 
 struct Team {
-    alignas(64) uint32_t job;  // number of the newest job; helpers sleep on it
+    alignas(64) uint32_t job;            // number of the newest job; helpers sleep on it
     alignas(64) uint32_t gate = CLOSED;  // helpers inside the job, or CLOSED
     alignas(64) uint32_t busy;
     uint32_t sleeping;
@@ -66,7 +66,8 @@ void *help(void *index) {
         seen = __atomic_load_n(&team.job, __ATOMIC_ACQUIRE);
         uint32_t inside = __atomic_load_n(&team.gate, __ATOMIC_RELAXED);
         while (!(inside & CLOSED))
-            if (__atomic_compare_exchange_n(&team.gate, &inside, inside + 1, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
+            if (__atomic_compare_exchange_n(&team.gate, &inside, inside + 1, false, __ATOMIC_ACQUIRE,
+                                            __ATOMIC_RELAXED)) {
                 if ((long)index < team.wanted) team.body(team.data, (long)index + 1);
                 __atomic_sub_fetch(&team.gate, 1, __ATOMIC_RELEASE);
                 break;
@@ -104,8 +105,10 @@ void team_run(long threads, void (*body)(void *, long), void *data) {
     body(data, 0);
     __atomic_or_fetch(&team.gate, CLOSED, __ATOMIC_ACQUIRE);
     for (int spins = 0; __atomic_load_n(&team.gate, __ATOMIC_ACQUIRE) != CLOSED; spins++)
-        if (spins < 4096) relax();
-        else sched_yield();
+        if (spins < 4096)
+            relax();
+        else
+            sched_yield();
     __atomic_store_n(&team.busy, 0, __ATOMIC_RELEASE);
 }
 
@@ -115,4 +118,7 @@ OSTINATO_API void set_team(int (*threads)()) {
 }
 
 // Make the threads of the team now, so that the caller can bind them; they sleep until there is work.
-OSTINATO_API void start_team() { team_run(team_size(), [](void *, long) {}, nullptr); }
+OSTINATO_API void start_team() {
+    team_run(
+        team_size(), [](void *, long) {}, nullptr);
+}

@@ -9,7 +9,7 @@
 
 #define OSTINATO_API extern "C" __attribute__((visibility("default")))
 // NAME_f32 and NAME_bf16 for Python: one packed struct of 8-byte fields (native.py), 0 or an error number back.
-#define OSTINATO_KERNEL(NAME, ARGS, RUN)                                  \
+#define OSTINATO_KERNEL(NAME, ARGS, RUN)                                         \
     OSTINATO_API long NAME##_f32(const ARGS *args) { return RUN<float>(*args); } \
     OSTINATO_API long NAME##_bf16(const ARGS *args) { return RUN<bf16>(*args); }
 #define INLINE inline __attribute__((always_inline))
@@ -129,8 +129,8 @@ template <int SLOT> INLINE void *scratch(size_t bytes) {
 // Fewer values than this are read or made faster by one thread than by a team (1 to 2 us to gather).
 constexpr long MIN_TEAM_VALUES = 16 << 10;
 
-// The team (native.cpp) has as many threads as torch is set to use. The caller is thread 0; the others help if they come
-// in time and are not waited for otherwise, so any subset of threads that runs `body` must get all work done.
+// The team (native.cpp) has as many threads as torch is set to use. The caller is thread 0; the others help if they
+// come in time and are not waited for otherwise, so any subset of threads that runs `body` must get all work done.
 constexpr long MAX_THREADS = 64;
 long team_size();
 void team_run(long threads, void (*body)(void *data, long thread), void *data);

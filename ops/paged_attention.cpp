@@ -1,9 +1,9 @@
 // Causal attention of new tokens over the paged cache, tile by tile with an online softmax; see paged_attention.py.
 //
 // A tile is some tokens of one sequence times the query heads of one KV head, its rows, and TILE_KEYS keys at a time.
-// FewRows (decode): scores are dot products over the head. A tile has all KV heads, whose keys are neighbours in memory.
-// ManyRows (prefill): vector lanes are rows, so neither K nor V is turned and the softmax needs no sums over lanes.
-// Long contexts are split into chunks of keys and merged; how a sequence is split depends on that sequence only.
+// FewRows (decode): scores are dot products over the head. A tile has all KV heads, whose keys are neighbours in
+// memory. ManyRows (prefill): vector lanes are rows, so neither K nor V is turned and the softmax needs no sums over
+// lanes. Long contexts are split into chunks of keys and merged; how a sequence is split depends on that sequence only.
 #include "dot.h"
 #include "native_math.h"
 #include "paged_cache.h"
@@ -63,7 +63,8 @@ struct Arena {
 
 // Calls visit(block, offset) for the places of `count` keys from position `key` on; false if the table names a block
 // that is none.
-template <class Visit> INLINE bool each_place(const Args &a, const Tile &tile, long key, long count, const Visit &visit) {
+template <class Visit>
+INLINE bool each_place(const Args &a, const Tile &tile, long key, long count, const Visit &visit) {
     const int32_t *table = a.tables + tile.seq * a.table_stride;
     for (long at = key / a.block_tokens, offset = key % a.block_tokens; count > 0; at++, offset = 0) {
         long block = table[at];
@@ -74,7 +75,8 @@ template <class Visit> INLINE bool each_place(const Args &a, const Tile &tile, l
 }
 
 // C [ROWS, V vectors] += A B, where a(r, k) is a number and b(k) the address of a row.
-template <int ROWS, int V, class A, class B> INLINE void multiply_block(const A &a, const B &b, float *c, long c_stride, long K) {
+template <int ROWS, int V, class A, class B>
+INLINE void multiply_block(const A &a, const B &b, float *c, long c_stride, long K) {
     f32v acc[ROWS][V];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < V; v++) acc[r][v] = load(c + r * c_stride + v * LANES);
@@ -87,7 +89,8 @@ template <int ROWS, int V, class A, class B> INLINE void multiply_block(const A 
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < V; v++) store(c + r * c_stride + v * LANES, acc[r][v]);
 }
-template <int V, class A, class B> void multiply_columns(const A &a, const B &b, float *c, long c_stride, long rows, long K) {
+template <int V, class A, class B>
+void multiply_columns(const A &a, const B &b, float *c, long c_stride, long rows, long K) {
     constexpr int MOST = NUM_REGISTERS * 3 / 4 / 4;
     long r = 0;
     auto from_r = [&](int i, long k) INLINE_LAMBDA { return a(r + i, k); };
@@ -100,7 +103,8 @@ template <int V, class A, class B> void multiply_columns(const A &a, const B &b,
         case 5: return multiply_block<5 % MOST, V>(from_r, b, c + r * c_stride, c_stride, K);
     }
 }
-template <class A, class B> void multiply_add(const A &a, const B &b, float *c, long c_stride, long rows, long columns, long K) {
+template <class A, class B>
+void multiply_add(const A &a, const B &b, float *c, long c_stride, long rows, long columns, long K) {
     long at = 0;
     auto from_at = [&](long k) INLINE_LAMBDA { return b(k) + at; };
     for (; at + 4 * LANES <= columns; at += 4 * LANES) multiply_columns<4>(a, from_at, c + at, c_stride, rows, K);
@@ -116,8 +120,15 @@ template <class T> struct TileBase {
     const T *k_rows[TILE_KEYS], *v_rows[TILE_KEYS];
 
     TileBase(const Args &a, const Tile &tile, float *parts)
-        : a(a), tile(tile), parts(parts), head_rows(tile.head_rows(a)), rows(head_rows * tile.num_kv_heads), D(a.k_size),
-          E(a.v_size), D_pad(padded(D)), E_pad(padded(E)) {}
+        : a(a),
+          tile(tile),
+          parts(parts),
+          head_rows(tile.head_rows(a)),
+          rows(head_rows * tile.num_kv_heads),
+          D(a.k_size),
+          E(a.v_size),
+          D_pad(padded(D)),
+          E_pad(padded(E)) {}
 
     const T *query(long row) const { return a.q.at<T>(tile.first + tile.row_token(a, row), tile.row_head(a, row)); }
     bool find_keys(long kv_head, long key, long count) {
@@ -138,16 +149,18 @@ template <class T> struct TileBase {
     static void write_row(const Args &a, const Tile &tile, long row, float *mixed, float weight) {
         float share = weight > 0 ? 1.0f / weight : 0.0f;
         for (long e = 0; e < a.v_size; e += LANES) store(mixed + e, load(mixed + e) * share);
-        narrow(mixed, (T *)a.out + ((tile.first + tile.row_token(a, row)) * a.heads + tile.row_head(a, row)) * a.v_size, a.v_size);
+        narrow(mixed, (T *)a.out + ((tile.first + tile.row_token(a, row)) * a.heads + tile.row_head(a, row)) * a.v_size,
+               a.v_size);
     }
 };
 
 template <class T> struct FewRows : TileBase<T> {
     typedef TileBase<T> Base;
-    using Base::a, Base::tile, Base::head_rows, Base::rows, Base::D, Base::E, Base::D_pad, Base::E_pad, Base::k_rows, Base::v_rows;
-    T *q;         // [rows, D_pad]
-    T *k_padded;  // [TILE_KEYS, D_pad], where D is no multiple of a vector
-    float *v;     // [TILE_KEYS, E_pad], where V must be widened or padded
+    using Base::a, Base::tile, Base::head_rows, Base::rows, Base::D, Base::E, Base::D_pad, Base::E_pad, Base::k_rows,
+        Base::v_rows;
+    T *q;                                  // [rows, D_pad]
+    T *k_padded;                           // [TILE_KEYS, D_pad], where D is no multiple of a vector
+    float *v;                              // [TILE_KEYS, E_pad], where V must be widened or padded
     float *scores, *mixed, *top, *weight;  // [rows, TILE_KEYS], [rows, E_pad], [rows], [rows]
     const float *v_wide[TILE_KEYS];
     const char *ahead[2 * TILE_KEYS];
@@ -214,7 +227,8 @@ template <class T> struct FewRows : TileBase<T> {
             for (int r = 0; r < R; r++) halves[half][r] = pair_tree(acc[r]);
         }
         for (int r = 0; r < R; r++)
-            store(scores + (row + r) * TILE_KEYS + j, R == 1 ? halves[0][r] : pair_sums(halves[0][r], halves[LANES / KEYS - 1][r]));
+            store(scores + (row + r) * TILE_KEYS + j,
+                  R == 1 ? halves[0][r] : pair_sums(halves[0][r], halves[LANES / KEYS - 1][r]));
         prefetch_some(R);
     }
     // Columns past `count` get anything.
@@ -231,8 +245,10 @@ template <class T> struct FewRows : TileBase<T> {
             for (long i = 0; i < LANES; i++) keys[i] = k_rows[j + i < count ? j + i : count - 1];
             long row = first_row, last = first_row + head_rows;
             for (; row + 3 <= last; row += 3) dot_block<3>(row, j, keys);
-            if (row + 2 == last) dot_block<2>(row, j, keys);
-            else if (row + 1 == last) dot_block<1>(row, j, keys);
+            if (row + 2 == last)
+                dot_block<2>(row, j, keys);
+            else if (row + 1 == last)
+                dot_block<1>(row, j, keys);
         }
     }
     // Scores of one row become shares exp(score - top); keys outside [low, high) of the tile get 0.
@@ -269,8 +285,10 @@ template <class T> struct FewRows : TileBase<T> {
     void mix(long first_row, long count) {
         for (long j = 0; j < count; j++) {
             v_wide[j] = v + j * E_pad;
-            if (sizeof(T) == 4 && E % LANES == 0) v_wide[j] = (const float *)v_rows[j];
-            else widen(v_rows[j], v + j * E_pad, E);
+            if (sizeof(T) == 4 && E % LANES == 0)
+                v_wide[j] = (const float *)v_rows[j];
+            else
+                widen(v_rows[j], v + j * E_pad, E);
         }
         const float *shares = scores + first_row * TILE_KEYS;
         multiply_add([=](long r, long k) INLINE_LAMBDA { return shares[r * TILE_KEYS + k]; },
@@ -281,8 +299,10 @@ template <class T> struct FewRows : TileBase<T> {
     bool run(const Tile *next) {
         for (long key = tile.key_first; key < tile.key_last; key += TILE_KEYS) {
             long count = tile.key_last - key < TILE_KEYS ? tile.key_last - key : TILE_KEYS;
-            if (key + TILE_KEYS < tile.key_last) plan_prefetch(tile, key + TILE_KEYS);
-            else if (next) plan_prefetch(*next, next->key_first);
+            if (key + TILE_KEYS < tile.key_last)
+                plan_prefetch(tile, key + TILE_KEYS);
+            else if (next)
+                plan_prefetch(*next, next->key_first);
             for (long g = 0; g < tile.num_kv_heads; g++) {
                 if (!this->find_keys(tile.kv_head + g, key, count)) return false;
                 score(g * head_rows, count);
@@ -290,8 +310,10 @@ template <class T> struct FewRows : TileBase<T> {
                     long position = tile.position + tile.row_token(a, r);
                     long high = position + 1 - key < count ? position + 1 - key : count;
                     long low = a.window > 0 ? position - a.window + 1 - key : 0;
-                    if (low < high) soften(r, low, high);
-                    else memset(scores + r * TILE_KEYS, 0, TILE_KEYS * 4);
+                    if (low < high)
+                        soften(r, low, high);
+                    else
+                        memset(scores + r * TILE_KEYS, 0, TILE_KEYS * 4);
                 }
                 mix(g * head_rows, count);
             }
@@ -304,13 +326,14 @@ template <class T> struct FewRows : TileBase<T> {
 template <class T> struct ManyRows : TileBase<T> {
     typedef TileBase<T> Base;
     using Base::a, Base::tile, Base::rows, Base::D, Base::E, Base::D_pad, Base::E_pad, Base::k_rows, Base::v_rows;
-    const long width;  // rows, padded to vectors
+    const long width;                          // rows, padded to vectors
     float *q, *scores, *mixed, *top, *weight;  // [D, width], [TILE_KEYS, width], [E, width], [width], [width]
     int32_t *position;                         // [width]
     float *k, *v;                              // [TILE_KEYS, D_pad], [TILE_KEYS, E_pad], widened from bfloat16
     const float *k_wide[TILE_KEYS], *v_wide[TILE_KEYS];
 
-    ManyRows(const Args &a, const Tile &tile, float *parts) : Base(a, tile, parts), width((rows + LANES - 1) / LANES * LANES) {
+    ManyRows(const Args &a, const Tile &tile, float *parts)
+        : Base(a, tile, parts), width((rows + LANES - 1) / LANES * LANES) {
         Arena arena;
         allocate(arena);
         arena = {(char *)scratch<0>(arena.used)};
@@ -358,7 +381,8 @@ template <class T> struct ManyRows : TileBase<T> {
             new_top = larger(new_top, s);
             store(scores + j * width + r, s);
         }
-        const f32v base = select(new_top == minus_infinity(), f32v{}, new_top);  // no visible key yet: exp(-inf - 0) = 0
+        const f32v base =
+            select(new_top == minus_infinity(), f32v{}, new_top);  // no visible key yet: exp(-inf - 0) = 0
         const f32v fade = exp(old_top - base);
         f32v total = load(weight + r) * fade;
         for (long j = 0; j < count; j++) {
@@ -378,7 +402,8 @@ template <class T> struct ManyRows : TileBase<T> {
             memset(scores, 0, count * width * 4);
             multiply_add([this](long j, long d) INLINE_LAMBDA { return k_wide[j][d]; },
                          [this](long d) INLINE_LAMBDA { return q + d * width; }, scores, width, count, width, D);
-            bool all_visible = key + count - 1 <= tile.position && !(a.window > 0 && key <= tile.position + tile.count - 1 - a.window);
+            bool all_visible =
+                key + count - 1 <= tile.position && !(a.window > 0 && key <= tile.position + tile.count - 1 - a.window);
             for (long r = 0; r < width; r += LANES) soften(r, key, count, all_visible);
             multiply_add([this](long e, long j) INLINE_LAMBDA { return v_wide[j][e]; },
                          [this](long j) INLINE_LAMBDA { return scores + j * width; }, mixed, width, E, width, count);
@@ -422,7 +447,8 @@ long make_plan(const Args &a, Plan &plan) {
                 for (long key = low; key < high; key += chunk) {
                     long last = key + chunk < high ? key + chunk : high, part = is_part ? plan.num_parts : -1;
                     if (plan.tiles)
-                        plan.tiles[plan.num_tiles] = {int(s), int(t), int(count), int(position), int(g), int(some), int(key), int(last), int(part)};
+                        plan.tiles[plan.num_tiles] = {int(s),    int(t),   int(count), int(position), int(g),
+                                                      int(some), int(key), int(last),  int(part)};
                     plan.num_tiles++;
                     if (is_part) plan.num_parts += count * group * some;
                 }
@@ -477,7 +503,8 @@ template <class T> long attend(const Args &a) {
     bool is_broken = false;
     parallel_for(plan.num_tiles, plan.work > 4 * MIN_TEAM_VALUES, [&](long i) {
         const Tile &tile = plan.tiles[i], *next = i + 1 < plan.num_tiles ? &tile + 1 : nullptr;
-        bool done = tile.head_rows(a) <= FEW_ROWS ? FewRows<T>(a, tile, parts).run(next) : ManyRows<T>(a, tile, parts).run(next);
+        bool done = tile.head_rows(a) <= FEW_ROWS ? FewRows<T>(a, tile, parts).run(next)
+                                                  : ManyRows<T>(a, tile, parts).run(next);
         if (!done) __atomic_store_n(&is_broken, true, __ATOMIC_RELAXED);
     });
     if (is_broken) return BAD_BLOCK;

@@ -46,13 +46,13 @@ template <class T, class W> void norm_row(const Args &a, long row) {
     } else {
         squares = sum_of_squares(x, a.D);
     }
-    scale_row(x, 1.0f / __builtin_sqrtf(sum(squares) / a.D + float(a.eps)), weight, float(a.offset), a.round_first, to, a.D);
+    scale_row(x, 1.0f / __builtin_sqrtf(sum(squares) / a.D + float(a.eps)), weight, float(a.offset), a.round_first, to,
+              a.D);
 }
 
 template <class T> long run(const Args &a) {
-    parallel_for(a.rows, a.rows * a.D > MIN_TEAM_VALUES, [&a](long row) {
-        a.weight_is_f32 ? norm_row<T, float>(a, row) : norm_row<T, T>(a, row);
-    });
+    parallel_for(a.rows, a.rows * a.D > MIN_TEAM_VALUES,
+                 [&a](long row) { a.weight_is_f32 ? norm_row<T, float>(a, row) : norm_row<T, T>(a, row); });
     return 0;
 }
 

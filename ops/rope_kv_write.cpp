@@ -27,14 +27,16 @@ template <class T> INLINE void widen_table(const void *table, bool is_f32, long 
 }
 
 // One head from x to `to`; cos and sin hold the row of the token.
-template <class T>
-INLINE void rotate_head(const Args &a, const T *x, const void *weight, bool weight_is_f32, const float *cos, const float *sin, T *to) {
+template <class T> INLINE void rotate_head(const Args &a, const T *x, const void *weight, bool weight_is_f32,
+                                           const float *cos, const float *sin, T *to) {
     const long D = a.k_size, R = a.rotated, half = R / 2;
     float head[MAX_HEAD], turned[MAX_HEAD];
     if (weight) {
         float rstd = 1.0f / __builtin_sqrtf(sum(sum_of_squares(x, D)) / D + float(a.eps));
-        if (weight_is_f32) scale_row(x, rstd, (const float *)weight, float(a.offset), a.round_first, head, D);
-        else scale_row(x, rstd, (const T *)weight, float(a.offset), a.round_first, head, D);
+        if (weight_is_f32)
+            scale_row(x, rstd, (const float *)weight, float(a.offset), a.round_first, head, D);
+        else
+            scale_row(x, rstd, (const T *)weight, float(a.offset), a.round_first, head, D);
     } else {
         widen(x, head, D);
     }

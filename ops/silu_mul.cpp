@@ -29,7 +29,8 @@ template <class Act, class T> long act_mul(const Args &a) {
         T *out = (T *)a.out + row * F;
         for (; f + LANES <= last; f += LANES) store(out + f, rounded<T>(Act::act(load(gate + f))) * load(up + f));
         if (f < last)
-            store_some(out + f, rounded<T>(Act::act(load_some(gate + f, last - f))) * load_some(up + f, last - f), last - f);
+            store_some(out + f, rounded<T>(Act::act(load_some(gate + f, last - f))) * load_some(up + f, last - f),
+                       last - f);
     });
     return 0;
 }
