@@ -15,8 +15,8 @@ from torch.nn.functional import linear as linear_reference
 
 from ostinato.ops.native_calls import kernels
 
-# Most rows for which the native kernel is used, by type: above, torch is as fast or faster. Measured on a Zen 4
-# EPYC (AVX-512, avx512_bf16), one thread, against MKL and oneDNN of torch 2.13; see benchmarks/cpu_ops.py.
+# Most rows for which the native kernel is used, by type: above, torch is as fast or faster. Measured on a Zen
+# 4 EPYC (AVX-512, avx512_bf16), one thread, against MKL and oneDNN of torch 2.13; see benchmarks/cpu_ops.py.
 MAX_ROWS = {torch.float32: 128, torch.bfloat16: 64}
 
 
