@@ -1,10 +1,11 @@
 // Causal attention of new tokens over the paged cache, tile by tile with an online softmax; see paged_attention.py.
 //
 // A tile is some tokens of one sequence times the query heads of one KV head, its rows, and TILE_KEYS keys at a time.
-// FewRows (decode): scores are dot products over the head. A tile has all KV heads, whose keys are neighbours in
-// memory. ManyRows (prefill): vector lanes are rows, so neither K nor V is turned and the softmax needs no sums over
-// lanes. Long contexts are split into chunks of keys and merged; how a sequence is split depends on that sequence only.
+// - FewRows (decode): scores are dot products over the head. A tile has all KV heads, whose keys lie side by side.
+// - ManyRows (prefill): vector lanes are rows, so neither K nor V is turned and the softmax needs no sums over lanes.
+// Long contexts are split into chunks of keys and merged; how a sequence is split depends on that sequence only.
 #include "dot.h"
+#include "multiply_add.h"
 #include "native_math.h"
 #include "paged_cache.h"
 
@@ -72,43 +73,6 @@ INLINE bool each_place(const Args &a, const Tile &tile, long key, long count, co
         for (; offset < a.block_tokens && count > 0; offset++, count--) visit(block, offset);
     }
     return true;
-}
-
-// C [ROWS, V vectors] += A B, where a(r, k) is a number and b(k) the address of a row.
-template <int ROWS, int V, class A, class B>
-INLINE void multiply_block(const A &a, const B &b, float *c, long c_stride, long K) {
-    f32v acc[ROWS][V];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < V; v++) acc[r][v] = load(c + r * c_stride + v * LANES);
-    for (long k = 0; k < K; k++) {
-        f32v row[V];
-        for (int v = 0; v < V; v++) row[v] = load(b(k) + v * LANES);
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < V; v++) acc[r][v] += a(r, k) * row[v];
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < V; v++) store(c + r * c_stride + v * LANES, acc[r][v]);
-}
-template <int V, class A, class B>
-void multiply_columns(const A &a, const B &b, float *c, long c_stride, long rows, long K) {
-    constexpr int MOST = NUM_REGISTERS * 3 / 4 / 4;
-    long r = 0;
-    auto from_r = [&](int i, long k) INLINE_LAMBDA { return a(r + i, k); };
-    for (; r + MOST <= rows; r += MOST) multiply_block<MOST, V>(from_r, b, c + r * c_stride, c_stride, K);
-    switch (rows - r) {
-        case 1: return multiply_block<1, V>(from_r, b, c + r * c_stride, c_stride, K);
-        case 2: return multiply_block<2, V>(from_r, b, c + r * c_stride, c_stride, K);
-        case 3: return multiply_block<3 % MOST, V>(from_r, b, c + r * c_stride, c_stride, K);
-        case 4: return multiply_block<4 % MOST, V>(from_r, b, c + r * c_stride, c_stride, K);
-        case 5: return multiply_block<5 % MOST, V>(from_r, b, c + r * c_stride, c_stride, K);
-    }
-}
-template <class A, class B>
-void multiply_add(const A &a, const B &b, float *c, long c_stride, long rows, long columns, long K) {
-    long at = 0;
-    auto from_at = [&](long k) INLINE_LAMBDA { return b(k) + at; };
-    for (; at + 4 * LANES <= columns; at += 4 * LANES) multiply_columns<4>(a, from_at, c + at, c_stride, rows, K);
-    for (; at < columns; at += LANES) multiply_columns<1>(a, from_at, c + at, c_stride, rows, K);
 }
 
 // What both kinds of tiles share: addresses of keys and values, results.

@@ -1,5 +1,6 @@
 import ctypes
 import mmap
+import platform
 import shutil
 import subprocess
 import sys
@@ -373,3 +374,22 @@ def test_nothing_is_read_past_the_end_of_a_tensor(native_ops: Ops) -> None:
             case = paged_case((70, 300), (70, 1), heads, block_tokens=10, spare_columns=0, dtype=dtype)
             ours = native_ops["ostinato::paged_attention"](*map(at_the_end, case[:6]), 0.3, 0, 0.0)
             assert torch.equal(ours, native_ops["ostinato::paged_attention"](*case.args()))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64-v3 is a target of x86-64 compilers")
+def test_kernels_for_a_cpu_without_avx512_are_within_the_budget(tmp_path: Path) -> None:
+    info = native.build(tmp_path / "kernels.so", march="x86-64-v3")
+    if missing := native.missing_features(info.cpu_features):
+        pytest.skip(f"this CPU has no {', '.join(missing)}")
+    assert "avx2" in info.cpu_features
+    assert not any(name.startswith("avx512") for name in info.cpu_features)
+    ops = native.bind(native.load(tmp_path / "kernels.so"))
+    for dtype in TYPES:
+        for rows in (1, 3, 8, 12, 40):
+            x, weight = randn(rows, 77, dtype=dtype), randn(19, 77, dtype=dtype, seed=1)
+            ours, truth = ops["aten::linear"](x, weight), F.linear(x.double(), weight.double())
+            assert_within_budget(ours, truth, F.linear(x, weight))
+        for heads in HEADS:
+            case = paged_case((70, 300), (70, 1), heads, dtype=dtype)
+            ours = ops["ostinato::paged_attention"](*case.args())
+            assert_within_budget(ours, dense_attention(case), paged_attention.OP(*case.args()))
