@@ -9,13 +9,13 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from typing import cast
 
 from aiohttp import web
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.config import ServerConfig
 from ostinato.runtime.http.client_watch import WatchedConnection
+from ostinato.runtime.http.http_connection import HttpConnection
 from ostinato.runtime.http.server_state import STATE
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ async def serve(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=HANDLER_WAIT_S)
     try:
         await runner.setup()
-        make_protocol = runner.server
-        assert make_protocol is not None  # set up just now
+        manager = runner.server
+        assert manager is not None  # set up just now
         host, port = sock.getsockname()[:2]
 
         def make_watched() -> asyncio.Protocol:
-            return WatchedConnection(cast(asyncio.Protocol, make_protocol()))
+            return WatchedConnection(HttpConnection(manager, loop=loop, access_log=None))
 
         try:
             server = await loop.create_server(make_watched, sock=sock, backlog=_BACKLOG)

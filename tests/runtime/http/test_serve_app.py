@@ -1,6 +1,7 @@
 """Listening, draining, signals."""
 
 import asyncio
+import json
 import os
 import signal
 
@@ -106,3 +107,31 @@ async def test_second_signal_aborts_what_still_runs():
         response = await running
         assert (response.status, (await response.json())["error"]["code"]) == (503, "aborted")
         assert served.engine.closed
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS, sent to a port without it
+    ],
+)
+async def test_malformed_http_gets_the_error_body_and_one_line_of_log(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+):
+    async with serving(say([10])) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+        writer.write(sent)
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.split()[1] == b"400"
+        assert b"X-Request-Id: " in head
+        error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_value")
+        assert error["message"].startswith("malformed HTTP: ")
+        assert (await served.get("/health"))[0] == 200
+    (record,) = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert record.getMessage().startswith("malformed HTTP from 127.0.0.1: ")
+    assert record.exc_info is None
+    assert record.getMessage().isprintable()
