@@ -2,7 +2,7 @@
 
 Two sequences run for two steps: a whole prompt beside the first chunk of another, then a decoded token beside
 the second chunk, so that fresh and cached context, prefill and decode, all meet the budget of the error rule
-max|ours - truth| <= 2 * (max|plain - truth| + eps * max|truth|), plain being the unfused graph in its type.
+max|ours - truth| <= FACTOR * (max|plain - truth| + eps * max|truth|), plain being the unfused graph in type.
 The KV planes are judged together, each in units of its own largest value: one bad plane in sixty shows, and
 the noise of sixty maxima does not.
 """
@@ -23,6 +23,10 @@ from ostinato.runtime.program import Bound
 
 PROMPT, CHUNKS = 13, (9, 4)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# The rule for one op has 2. A whole network adds up the noise of hundreds of sums: right orders of summation
+# drew errors of 2.8e-5 to 8.4e-5 on the demo model, where the unfused graph has 5.8e-5. A wrong rewrite is off
+# by a hundred times that.
+FACTOR = 4.0
 ROUTED_ROWS = 0.75  # share of rows that must meet the budget where a router chooses experts: choices may flip
 
 
@@ -164,11 +168,11 @@ def _compare(runs: dict[str, tuple[Tensor, list[Tensor]]], eps: float, *, routed
     return Proof(
         tokens=len(truth),
         max_error=error,
-        budget=2 * (unfused + eps * float(truth.abs().max())),
+        budget=FACTOR * (unfused + eps * float(truth.abs().max())),
         unfused_error=unfused,
         argmax_equal=bool(torch.equal(ours.argmax(-1), truth.argmax(-1))),
         kv_max_error=kv_error,
-        kv_budget=2 * (kv_unfused + eps),
+        kv_budget=FACTOR * (kv_unfused + eps),
     )
 
 
