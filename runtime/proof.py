@@ -24,8 +24,8 @@ from ostinato.runtime.program import Bound
 PROMPT, CHUNKS = 13, (9, 4)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # The rule for one op has 2. A whole network adds up the noise of hundreds of sums: right orders of summation
-# drew errors of 2.8e-5 to 8.4e-5 on the demo model, where the unfused graph has 5.8e-5. A wrong rewrite is off
-# by a hundred times that.
+# drew errors of 2.8e-5 to 8.4e-5 on the demo model, where the unfused graph has 5.8e-5. A wrong rewrite is
+# off by a hundred times that.
 FACTOR = 4.0
 ROUTED_ROWS = 0.75  # share of rows that must meet the budget where a router chooses experts: choices may flip
 
