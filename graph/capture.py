@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ from ostinato.graph.facts import ModelFacts
 from ostinato.graph.hooks import CaptureHooks
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.ops.weight_expr import load
-
-log = logging.getLogger(__name__)
 
 MAX_STEP_TOKENS = 8192
 
@@ -121,7 +118,7 @@ def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.expo
         "kv": [{0: num_blocks} for _ in planes],
     }
     try:
-        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # no stub
             return torch.export.export(step, (*inputs, planes), strict=False, dynamic_shapes=shapes)
     except ModelError:
         raise

@@ -13,4 +13,3 @@ class GraphConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number type of weights and activations; auto: the checkpoint's own"
     )
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model folder")

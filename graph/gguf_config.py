@@ -145,7 +145,7 @@ def hf_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
         "rope_parameters": _rope(file, stated, head_dim),
     }
-    _family_facts(config, file, stated)
+    _family_facts(config, file)
     return config
 
 
@@ -195,7 +195,7 @@ def llama3_divisors(theta: float, rotated: int, factor: float) -> Tensor:
     return (1 / ((1 - ramp) / factor + ramp)).float()
 
 
-def _family_facts(config: dict[str, Any], file: GgufFile, stated: Mapping[str, Any]) -> None:
+def _family_facts(config: dict[str, Any], file: GgufFile) -> None:
     """What a GGUF file leaves to the reader's knowledge of the family."""
     model_type, layers = config["model_type"], config["num_hidden_layers"]
     if model_type == "llama":

@@ -30,7 +30,7 @@ def check_shapes(op: str, **tensors: tuple[Tensor, str]) -> None:
             if _differ(before, size):
                 raise ValueError(
                     f"{op}: {name} has shape {list(tensor.shape)}, {where} {list(tensors[where][0].shape)}: "
-                    f"{_spelled(letter)} is {size} and {before}; {name} must be {_spelled(letters)}"
+                    f"{_spelled([letter])} is {size} and {before}; {name} must be {_spelled(letters)}"
                 )
 
 

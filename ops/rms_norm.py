@@ -27,7 +27,7 @@ def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float, offset: float, r
 
 
 @jit
-def scaled(x, rstd, weight, offset, kept_type: tl.constexpr, ROUND_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+def scaled(x, rstd, weight, offset, kept_type: tl.constexpr, ROUND_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
     """float32 x * rstd * (weight + offset), rounded as the reference rounds; also for other kernels."""
     xhat = x * rstd
     if ROUND_FIRST:

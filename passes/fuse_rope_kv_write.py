@@ -35,9 +35,7 @@ class Layout(NamedTuple):
     heads_dim: int  # where the heads stand: 1 in [1, H, T, D], 2 in [1, T, H, D]
     rotated: int  # first values of a head that rotate
     is_interleaved: bool
-    table: Literal[
-        "halves", "neighbours", "repeated"
-    ]  # equal entries of a table; repeated: its first half, in the graph
+    table: Table  # equal entries of a table; repeated: its first half, in the graph
     upcast: Upcast = "never"  # x in float32; late: after its halves changed places
     has_own_tables: bool = False  # q and k unsqueeze the tables each for themselves
 
@@ -151,7 +149,8 @@ def functions(layout: Layout) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         both = cos.unsqueeze(layout.heads_dim), sin.unsqueeze(layout.heads_dim)
         if layout.table == "repeated":
-            return tuple(t[..., : layout.rotated // 2].repeat_interleave(2, dim=-1) for t in both)  # type: ignore[return-value]
+            half = layout.rotated // 2
+            return both[0][..., :half].repeat_interleave(2, -1), both[1][..., :half].repeat_interleave(2, -1)
         return both
 
     def turned(x: Tensor) -> Tensor:

@@ -14,12 +14,8 @@ What a name counts (`expected` of `run` uses the same words):
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import logging
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import fx
 
@@ -36,8 +32,6 @@ from ostinato.passes.fuse_silu_mul import FuseSiluMul
 from ostinato.passes.merge_linears import MergeLinears
 from ostinato.passes.remove_duplicates import RemoveDuplicates
 from ostinato.passes.remove_noops import RemoveNoops
-
-log = logging.getLogger(__name__)
 
 
 def pipeline() -> list[Pass]:
@@ -117,15 +111,6 @@ def format_table(reports: list[PassReport]) -> str:
     ]
     lines += [f"{r.name} refused {_reasons(r.refused)}" for r in reports if r.refused]
     return "\n".join(lines)
-
-
-@functools.cache
-def pass_sources_hash() -> str:
-    """SHA-256 over the sources of this folder: part of the key of a compiled artifact."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _check_names(config: PassesConfig, expected: dict[str, int]) -> None:

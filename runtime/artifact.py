@@ -69,7 +69,7 @@ class Proof(Section):
 
     tokens: int
     max_error: float = Field(description="largest |compiled - float64| over all logits")
-    budget: float = Field(description="2 * (largest |unfused - float64| + eps * largest |float64|)")
+    budget: float = Field(description="4 * (largest |unfused - float64| + eps * largest |float64|)")
     unfused_error: float
     argmax_equal: bool
     kv_max_error: float = Field(
@@ -101,7 +101,6 @@ class Manifest(Section):
     target: Target
     compiler: str
     options: dict[str, Any] = Field(description="settings that change the result")
-    block_tokens_traced: int
     passes: tuple[PassRecord, ...]
     proof: Proof
     plans: dict[str, str] = Field(description="token range -> program")
@@ -193,13 +192,42 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 def load_artifact(folder: Path, config: EngineConfig | None = None) -> LoadedModel:
     """Verify and load an artifact; no compiler, no tracing.
 
+    Settings of `config` that only a compile can honour, and this artifact's did not, are named in a warning.
+
     Raises ArtifactError: damaged, incomplete, of another schema, or made for another torch or machine.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_fit(manifest)
     verify_files(folder, manifest)
+    if config is not None and (late := settings_too_late(manifest, config)):
+        log.warning(
+            "%s is compiled already, without %s, which has no effect now; compile %s with it, or drop it",
+            folder,
+            ", ".join(late),
+            manifest.source,
+        )
     return LoadedModel(folder, manifest, *bind_files(folder, manifest.plans))
+
+
+def compile_options(config: EngineConfig) -> dict[str, Any]:
+    """The settings that change what a compile makes, as the manifest keeps them."""
+    return {
+        "graph.dtype": config.graph.dtype,
+        "passes.off": sorted(config.passes.off),
+        "passes.fuel": config.passes.fuel,
+    }
+
+
+def settings_too_late(manifest: Manifest, config: EngineConfig) -> list[str]:
+    """`name=value` of each setting of a compile that is not at its default and not what the artifact has."""
+    defaults = compile_options(EngineConfig())
+    made = manifest.options | {"graph.dtype": manifest.facts.dtype}
+    return [
+        f"{name}={value}"
+        for name, value in compile_options(config).items()
+        if value not in (defaults[name], made.get(name))
+    ]
 
 
 def bind_files(folder: Path, plans: Mapping[str, str]) -> tuple[Bound, Callable[[], None]]:

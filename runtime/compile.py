@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ostinato.errors import ArtifactError, CompileError
 from ostinato.graph.build import BuiltModel, build_model
-from ostinato.graph.capture import CapturedGraph, capture
+from ostinato.graph.capture import MAX_STEP_TOKENS, CapturedGraph, capture
 from ostinato.graph.expectations import expected_matches
 from ostinato.graph.hooks import CaptureHooks
 from ostinato.graph.source import ModelSource, load_config, open_source, resolve_dtype
@@ -46,6 +45,7 @@ from ostinato.runtime.artifact import (
     Proof,
     Target,
     bind_files,
+    compile_options,
     read_manifest,
     this_target,
 )
@@ -70,8 +70,9 @@ def compile_model(
 ) -> Manifest:
     """Compile a model folder or GGUF file into the artifact folder `out`; return its manifest.
 
-    An artifact with the same key that is already there is kept. `out` is replaced as a whole at the end, so
-    that a reader, a second compile (which waits) or a kill never meets half an artifact.
+    An artifact with the same key that is already there is kept, unless `passes.dump_dir` asks to see the
+    passes at work. `out` is replaced as a whole at the end, so that a reader, a second compile (which waits)
+    or a kill never meets half an artifact.
     Raises ModelError, ConfigError, CompileError; ArtifactError when `out` exists and is no artifact.
     """
     config, out = config or EngineConfig(), Path(out).absolute()
@@ -80,9 +81,10 @@ def compile_model(
         raise ArtifactError(f"{out} exists and is not an artifact; choose another folder for -o")
     opened = open_source(source)
     key = compile_key(opened, config)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    _make_parent(out)
     with _only_compiler_of(out):
-        if (there := _same_artifact(out, key)) is not None:
+        there = None if config.passes.dump_dir else _same_artifact(out, key)
+        if there is not None:
             log.info("%s is up to date", out)
             return there
         for stale in out.parent.glob(f".{out.name}.*.partial"):
@@ -110,7 +112,7 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
     parts = {
         "schema": SCHEMA,
         "source": source.fingerprint,
-        "options": _options(config),
+        "options": compile_options(config),
         "code": _code_hash(),
         "versions": [torch.__version__, transformers.__version__],
         "target": this_target().model_dump(),
@@ -118,22 +120,12 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _options(config: EngineConfig) -> dict[str, Any]:
-    """The settings that change the result."""
-    return {
-        "dtype": config.graph.dtype,
-        "passes_off": sorted(config.passes.off),
-        "passes_fuel": config.passes.fuel,
-    }
-
-
 def _code_hash() -> str:
     """Hash of the sources that shape an artifact."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    runtime = [
-        package / "runtime" / name for name in ("artifact.py", "compile.py", "program.py", "weight_pack.py")
-    ]
+    names = ("artifact.py", "compile.py", "file_hash.py", "program.py", "proof.py", "weight_pack.py")
+    runtime = [package / "runtime" / name for name in names]
     folders = [path for name in ("graph", "passes", "ops") for path in (package / name).iterdir()]
     for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -163,9 +155,9 @@ class _Compile:
             with self._stage("kernels"):
                 build_info = kernels.result()
         with self._stage("weights"):
-            packed = self._pack(built, captured)
+            packed = self._pack(captured)
         with self._stage("proof"):
-            proof = self._prove(built, captured, unfused)
+            proof = self._prove(captured, unfused)
         with self._stage("write"):
             self._source.write_tokenizer(self._folder / "tokenizer")
             self._write_graphs(unfused, captured.graph_module)
@@ -181,11 +173,15 @@ class _Compile:
         self._progress(name, 1.0)
 
     def _build(self) -> BuiltModel:
-        graph = self._config.graph
-        hf_config = load_config(self._source, trust_remote_code=graph.trust_remote_code)
-        self._dtype = resolve_dtype(graph.dtype, self._source)
+        hf_config = load_config(self._source)
+        self._dtype = resolve_dtype(self._config.graph.dtype, self._source)
         self._hooks = CaptureHooks()
-        return build_model(hf_config, self._dtype, self._hooks)
+        built = build_model(hf_config, self._dtype, self._hooks)
+        # before anything slow: it finds config and weights that do not belong together
+        self._by_parameter = weight_exprs(
+            built.params, built.tied, self._source, built.config, model=built.model
+        )
+        return built
 
     def _capture(self, built: BuiltModel) -> CapturedGraph:
         text = built.config.get_text_config()
@@ -210,8 +206,7 @@ class _Compile:
         log.info("passes:\n%s", pipeline.format_table(reports))
         return reports
 
-    def _pack(self, built: BuiltModel, captured: CapturedGraph) -> PackedFile:
-        by_parameter = weight_exprs(built.params, built.tied, self._source, built.config, model=built.model)
+    def _pack(self, captured: CapturedGraph) -> PackedFile:
         exprs: dict[str, Expr] = {}
         keys: dict[str, str] = {}
         for node in captured.graph_module.graph.nodes:
@@ -219,8 +214,7 @@ class _Compile:
                 expr = node.meta["weight"]
                 key = str(expr[1]) if expr[0] == "load" else node.name
                 keys[node.name] = key
-                exprs[key] = _substitute(expr, by_parameter)
-        self._by_parameter = by_parameter
+                exprs[key] = _substitute(expr, self._by_parameter)
         self._read = _Reader(self._source, captured.constants)
         packed = pack(
             exprs, self._read, self._folder / WEIGHTS,
@@ -229,14 +223,15 @@ class _Compile:
         (self._folder / "program.json").write_text(lower(captured.graph_module, keys).model_dump_json())
         return packed
 
-    def _prove(self, built: BuiltModel, captured: CapturedGraph, unfused: fx.GraphModule) -> Proof:
+    def _prove(self, captured: CapturedGraph, unfused: fx.GraphModule) -> Proof:
         def weight(node: fx.Node) -> Tensor:
             return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
 
         return prove(
             unfused, weight, bind_files(self._folder, {"any": "program.json"})[0], captured.facts.kv_layers,
             dtype=self._dtype, vocab_size=captured.facts.vocab_size,
-        block_tokens=self._config.kv.block_tokens, )  # fmt: skip
+            block_tokens=self._config.kv.block_tokens,
+        )  # fmt: skip
 
     def _write_graphs(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
         (self._folder / "graph").mkdir()
@@ -266,11 +261,10 @@ class _Compile:
             facts=captured.facts,
             target=Target(machine=this_target().machine, features=build_info.cpu_features),
             compiler=f"{build_info.compiler} {build_info.version}",
-            options=_options(self._config),
-            block_tokens_traced=self._config.kv.block_tokens,
+            options=compile_options(self._config),
             passes=tuple(_record(report) for report in reports),
             proof=proof,
-            plans={f"1-{2**13}": "program.json"},
+            plans={f"1-{MAX_STEP_TOKENS}": "program.json"},
             weights_bytes=packed.bytes,
             files=files,
         )
@@ -306,6 +300,16 @@ def _record(report: PassReport) -> PassRecord:
         name=report.name, matched=report.matched, expected=report.expected, refused=report.refused,
         milliseconds=round(report.seconds * 1000, 1), proofs=tuple(str(proof) for proof in report.proofs),
     )  # fmt: skip
+
+
+def _make_parent(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(out.parent, os.W_OK)
+    except OSError as error:
+        raise CompileError(f"{out}: {error}; choose another folder for -o") from None
+    if not writable:
+        raise CompileError(f"{out.parent}: no right to write there; choose another folder for -o")
 
 
 @contextlib.contextmanager

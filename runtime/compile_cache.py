@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from ostinato.runtime.artifact import MANIFEST
 from ostinato.runtime.compile import Progress, compile_key, compile_model
 from ostinato.runtime.config import EngineConfig
+
+log = logging.getLogger(__name__)
 
 
 def cache_root() -> Path:
@@ -19,9 +22,14 @@ def resolve_artifact(path: str | Path, config: EngineConfig, *, progress: Progre
     """An artifact folder for `path`: itself if it is one, else the model there compiled into the cache.
 
     A model is compiled once for each set of settings that matter; a damaged or outdated entry is made anew.
+    For an artifact, settings of a compile come too late; `load_artifact` warns of those that change a result.
     """
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file():
+        if config.passes.dump_dir:
+            log.warning(
+                "passes.dump_dir=%s: %s is compiled already, so no pass runs", config.passes.dump_dir, path
+            )
         return path
     from ostinato.graph.source import open_source
 

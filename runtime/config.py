@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+from typing import Any
 
+from pydantic import Field, ValidationError
+
+from ostinato.errors import ConfigError
 from ostinato.graph.config import GraphConfig
 from ostinato.passes.config import PassesConfig
 from ostinato.section import Section
@@ -72,3 +76,13 @@ class EngineConfig(Section):
     log_level: str = Field(
         "INFO", pattern="^(?i:debug|info|warning|error)$", description="least level that is logged"
     )
+
+
+def read_settings(tree: Mapping[str, Any], *, hint: str) -> EngineConfig:
+    """A tree of given settings as a config. ConfigError names the first wrong one and ends with `hint`."""
+    try:
+        return EngineConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}={first['input']!r}: {first['msg']}; {hint}") from None

@@ -17,6 +17,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from ostinato.graph.tokenizer_files import byte_alphabet
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WINDOW = 8  # tokens of context for unknown decoders; theirs look back one or two
 
@@ -190,8 +192,5 @@ def _byte_level(token: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _alphabet() -> dict[str, int]:
-    """Printable bytes stand for themselves, the other 68 for the characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+    """Character -> byte."""
+    return {char: byte for byte, char in byte_alphabet().items()}

@@ -6,6 +6,7 @@ manager sends to the whole group, are ignored so that the parent can let running
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -40,7 +41,7 @@ def main(load: Callable[[Path, EngineConfig], Model] | None = None) -> int:
     try:
         _serve(sock, writer, load)
     except Exception as wrong:  # a process border: whatever it is, the parent must hear of it
-        if isinstance(wrong, OSError) and wrong.errno in (32, 104):  # EPIPE, ECONNRESET: nobody is listening
+        if isinstance(wrong, OSError) and wrong.errno in (errno.EPIPE, errno.ECONNRESET):  # nobody listens
             return 0
         if not isinstance(wrong, EngineError):  # those explain themselves, and the parent tells them
             log.exception("engine process ends")

@@ -10,7 +10,7 @@ from pathlib import Path
 PIECE_BYTES = 16 * 2**20
 
 
-def hash_file(path: Path, *, threads: int | None = None) -> str:
+def hash_file(path: Path) -> str:
     """Hex digest of the file's content. hashlib releases the GIL, so pieces are hashed side by side."""
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -19,6 +19,6 @@ def hash_file(path: Path, *, threads: int | None = None) -> str:
         def digest(offset: int) -> bytes:
             return hashlib.sha256(os.pread(descriptor, PIECE_BYTES, offset)).digest()
 
-        with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             digests = pool.map(digest, range(0, size, PIECE_BYTES))
             return hashlib.sha256(b"".join(digests)).hexdigest()

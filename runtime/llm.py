@@ -13,12 +13,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
-from pydantic import ValidationError
-
 from ostinato import log as logs
-from ostinato.errors import ConfigError, InvalidRequest
+from ostinato.errors import InvalidRequest
 from ostinato.runtime.client import EngineClient
-from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.config import EngineConfig, read_settings
 from ostinato.runtime.llm_session import Input, Session
 from ostinato.runtime.messages import EngineInfo, EngineStats, SamplingParams
 from ostinato.runtime.openmp_spin import shorten_spin
@@ -191,9 +189,4 @@ def configured(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfi
             tree[name] |= value
         else:
             tree[name] = value
-    try:
-        return EngineConfig.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}={first['input']!r}: {first['msg']}; see EngineConfig") from None
+    return read_settings(tree, hint="see EngineConfig")

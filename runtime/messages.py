@@ -27,9 +27,7 @@ class SamplingParams(Section):
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[int, float] = Field(default_factory=dict, description="token id -> bias, -100 to 100")
-    seed: int | None = Field(
-        None, ge=0, le=2**63 - 1, description="None: drawn by the front end, per request"
-    )
+    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="None: drawn by the engine, per request")
     stop: tuple[str, ...] = Field(
         (), description="stop strings; handled where text is known, in the front end"
     )

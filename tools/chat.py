@@ -9,10 +9,14 @@ import argparse
 import asyncio
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from ostinato.errors import RequestError
 from ostinato.runtime.messages import SamplingParams
 from ostinato.tools.flags import add_flags, config_from
+
+if TYPE_CHECKING:
+    from ostinato.runtime.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ostinato.runtime.llm import LLM
 
     config = config_from(arguments)
-    if config.log_level == "INFO":
+    if "log_level" not in config.model_fields_set:
         config = config.model_copy(update={"log_level": "WARNING"})
     with LLM(arguments.path, config=config) as llm:
         sampling = _sampling(arguments, llm.text.defaults.model_dump())
@@ -70,14 +74,17 @@ def _ask() -> str | None:
         return None
 
 
-def _answer(llm: object, messages: list[dict[str, str]], sampling: SamplingParams) -> str:
+def _answer(llm: LLM, messages: list[dict[str, str]], sampling: SamplingParams) -> str:
+    """Print an answer as it comes and return it; an engine error is printed behind what there is."""
     parts: list[str] = []
 
     async def read() -> None:
-        async with contextlib.aclosing(llm.stream(list(messages), sampling)) as pieces:  # type: ignore[attr-defined]
+        async with contextlib.aclosing(llm.stream(list(messages), sampling)) as pieces:
             async for piece in pieces:
                 parts.append(piece.text)
                 print(piece.text, end="", flush=True)
+                if piece.error is not None:
+                    print(f"\n({piece.error})", end="")
 
     with contextlib.suppress(KeyboardInterrupt):  # an interrupted answer stays as far as it came
         asyncio.run(read())

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="device to compile for; this machine's processor is the target",
     )
-    add_flags(parser, leave_out=("server", "scheduler", "cpu"))
+    add_flags(parser, leave_out=("server", "scheduler", "cpu", "kv", "max_model_len"))  # no effect here
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dtype:
         setattr(arguments, "graph.dtype", arguments.dtype)
     config = config_from(arguments)
-    log.setup("WARNING" if config.log_level == "INFO" else config.log_level)
+    log.setup(config.log_level if "log_level" in config.model_fields_set else "WARNING")
     start = time.perf_counter()
     with compile_progress(Path(arguments.source).stem) as progress:
         if arguments.out:

@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.config import EngineConfig, read_settings
 from ostinato.section import Section
 
 API_KEY_VARIABLE = "OSTINATO_API_KEY"
 
 
 def add_flags(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """Add `--config FILE` and one flag per setting; `leave_out` names sections without flags."""
+    """Add `--config FILE` and one flag per setting; `leave_out`: top-level names without one."""
     parser.add_argument(
         "--config", metavar="FILE.toml", help="settings as TOML tables; flags win over the file"
     )
@@ -65,12 +64,7 @@ def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] | None
             if isinstance(value, list):  # a repeated flag, each perhaps with commas
                 value = tuple(part for item in value for part in item.split(",") if part)
             _put(tree, path, value)
-    try:
-        return EngineConfig.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}={first['input']!r}: {first['msg']}; see --help") from None
+    return read_settings(tree, hint="see --help")
 
 
 def changed(config: EngineConfig) -> dict[str, Any]:

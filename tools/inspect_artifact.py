@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from ostinato.errors import ConfigError
+from ostinato.errors import ArtifactError, ConfigError
 from ostinato.runtime.artifact import WEIGHTS, Manifest, check_fit, read_manifest, verify_files
 from ostinato.runtime.weight_pack import load_packed
 
@@ -18,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--graph", choices=("before", "after"), help="print the code of one layer of the graph"
     )
-    parser.add_argument(
-        "--layer", default="0", metavar="N|all", help="which layer --graph prints (default: 0)"
-    )
+    parser.add_argument("--layer", metavar="N|all", help="which layer --graph prints (default: 0)")
     parser.add_argument("--weights", action="store_true", help="list every packed weight")
     parser.add_argument(
         "--verify", action="store_true", help="also check every file's hash and that it fits this machine"
@@ -31,13 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.artifact)
     manifest = read_manifest(folder)
+    if arguments.layer is not None and not arguments.graph:
+        raise ConfigError(f"--layer {arguments.layer}: only with --graph before or --graph after")
+    if arguments.json and (arguments.graph or arguments.weights or arguments.verify):
+        raise ConfigError("--json prints the manifest alone; drop --graph, --weights and --verify")
     if arguments.json:
         print(manifest.model_dump_json(indent=1))
     elif arguments.graph:
-        code = (folder / "graph" / f"{arguments.graph}.py").read_text()
-        print(code if arguments.layer == "all" else layer_code(code, _layer(arguments.layer)))
+        print(_graph(folder / "graph" / f"{arguments.graph}.py", arguments.layer or "0"))
     else:
-        print(describe(folder, manifest))
+        print(describe(manifest))
     if arguments.weights:
         print(weight_table(folder))
     if arguments.verify:
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(folder: Path, manifest: Manifest) -> str:
+def describe(manifest: Manifest) -> str:
     """The whole report but weights and code."""
     facts, proof = manifest.facts, manifest.proof
     windows = sorted({a.window for a in facts.attention})
@@ -109,23 +110,25 @@ def weight_table(folder: Path) -> str:
 
 
 def layer_code(code: str, layer: int) -> str:
-    """The statements of one decoder layer: from behind the attention of the one before it to its own last
-    write.
-
-    A layer's statements are those between its first and last use of a weight whose name holds `layers_N_`.
-    """
+    """The statements of one decoder layer: from the first to the last use of a weight named `layers_N_`."""
     lines = [line for line in code.splitlines() if " = " in line]
     mine = re.compile(rf"layers_{layer}_")
     used = [index for index, line in enumerate(lines) if mine.search(line) and "torch.ops" in line]
     if not used:
-        raise ConfigError(f"--layer {layer}: the graph has no weights of that layer")
+        layers = [int(number) for number in re.findall(r"layers_(\d+)_", code)]
+        known = f"0 to {max(layers)}" if layers else "none"
+        raise ConfigError(f"--layer {layer}: the graph has no weights of that layer; layers: {known}, or all")
     return "\n".join(line.strip() for line in lines[used[0] : used[-1] + 1])
 
 
-def _layer(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"--layer {text}: must be a layer number or all")
-    return int(text)
+def _graph(path: Path, layer: str) -> str:
+    if layer != "all" and not layer.isdecimal():
+        raise ConfigError(f"--layer {layer}: must be a layer number or all")
+    try:
+        code = path.read_text()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); compile the model again") from None
+    return code if layer == "all" else layer_code(code, int(layer))
 
 
 if __name__ == "__main__":

@@ -67,12 +67,16 @@ def find_artifact(path: Path, config: EngineConfig) -> Path:
     The server's process never imports torch, let alone a compiler; what it would keep of them is memory.
     """
     if (path / MANIFEST).is_file():
+        if config.passes.dump_dir:
+            log.warning(
+                "passes.dump_dir=%s: %s is compiled already, so no pass runs", config.passes.dump_dir, path
+            )
         return path
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder; give an artifact, a model folder or a GGUF file")
     command = [sys.executable, "-m", "ostinato.tools.main", "compile", str(path)]
     for setting, value in changed(config).items():
-        if setting.startswith(("graph.", "passes.")) or setting == "kv.block_tokens":
+        if setting.startswith(("graph.", "passes.")):
             command.append(f"--{setting.replace('_', '-')}={_flag_value(value)}")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:

@@ -27,8 +27,3 @@ def random_bits(seed: int, position: int) -> int:
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1), a multiple of 2**-53."""
     return (random_bits(seed, position) >> 11) * 2.0**-53
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """Seed of choice `index` of a request with `n` > 1, in [0, 2**63); choice 0 keeps the request's own."""
-    return seed if index == 0 else mix64(random_bits(seed, index) ^ _GAMMA) >> 1

@@ -32,11 +32,6 @@ class PlanEntry:
     prompt_tokens: int  # tokens of the prompt; row i with start + i + 1 < prompt_tokens scores a prompt token
 
     @property
-    def seq_len(self) -> int:
-        """Context length, in tokens, with this step's tokens."""
-        return self.start + len(self.token_ids)
-
-    @property
     def num_logit_rows(self) -> int:
         """Rows whose logits are wanted: `logits_from` to the last."""
         return len(self.token_ids) - self.logits_from
@@ -54,11 +49,6 @@ class Plan:
     step: int  # counts from 1
     entries: tuple[PlanEntry, ...]
     num_tokens: int
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Every sequence feeds exactly one token."""
-        return self.num_tokens == len(self.entries)
 
 
 @dataclass(frozen=True, slots=True)

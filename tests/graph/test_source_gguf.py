@@ -26,7 +26,10 @@ def filled(path: Path) -> torch.nn.Module:
     """The transformers model of the file's config, filled through our expressions."""
     source = open_source(path)
     config = load_config(source)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # eager, as in tiny_model: equal weights then give equal bits
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
     specs = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
     exprs = weight_exprs(specs, model.all_tied_weights_keys, source, config, model=model)
     with torch.no_grad():

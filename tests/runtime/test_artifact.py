@@ -156,6 +156,32 @@ def test_another_setting_gives_another_artifact_in_the_cache(model, tmp_path, mo
     assert resolve_artifact(off, EngineConfig()) == off
 
 
+def test_a_dump_is_written_also_when_the_artifact_is_up_to_date(model, artifact, tmp_path):
+    config = EngineConfig.model_validate({"passes": {"dump_dir": str(tmp_path / "dump")}})
+    key = read_manifest(artifact).key
+    assert compile_model(model, artifact, config).key == key
+    assert (tmp_path / "dump" / "04_silu_mul.after.py").is_file()
+
+
+def test_settings_that_come_after_the_compile_are_named_in_a_warning(artifact, caplog):
+    load_artifact(
+        artifact, EngineConfig.model_validate({"graph": {"dtype": "float32"}, "kv": {"max_gib": 1}})
+    )
+    assert caplog.text == ""
+    late = {"graph": {"dtype": "bfloat16"}, "passes": {"off": ["silu_mul"], "dump_dir": "x"}}
+    load_artifact(artifact, EngineConfig.model_validate(late))
+    assert "without graph.dtype=bfloat16, passes.off=['silu_mul'], which has no effect now" in caplog.text
+    assert resolve_artifact(artifact, EngineConfig.model_validate(late)) == artifact
+    assert "passes.dump_dir=x" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["file/out", "file/deep/out"])
+def test_a_place_that_cannot_be_written_is_named(model, tmp_path, where):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CompileError, match=r"file.*: .*; choose another folder for -o"):
+        compile_model(model, tmp_path / where)
+
+
 def test_unknown_pass_in_off_is_a_config_error_that_lists_the_known(model, tmp_path):
     config = EngineConfig.model_validate({"passes": {"off": ["silu_mull"]}})
     with pytest.raises(ConfigError, match=r"silu_mull.*silu_mul"):

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from ostinato.runtime.sampling.sampling_rng import derive_seed, mix64, random_bits, uniform
+from ostinato.runtime.sampling.sampling_rng import mix64, random_bits, uniform
 
 GAMMA = 0x9E3779B97F4A7C15
 
@@ -43,11 +43,3 @@ def test_neighbouring_seeds_and_positions_are_uncorrelated():
             for k in range(10_000)
         ]
         assert abs(fmean(products)) < 5 / 12 / 100  # 5 sigma: the product's deviation is 1/12
-
-
-def test_choices_of_one_request_have_their_own_seeds_and_the_first_keeps_the_given_one():
-    seeds = [derive_seed(42, index) for index in range(128)]
-    assert seeds[0] == 42
-    assert len(set(seeds)) == 128
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert derive_seed(43, 1) != derive_seed(42, 2)

@@ -1,0 +1,127 @@
+"""The entry points: which command runs, what it imports, and with which exit code it ends."""
+
+import argparse
+import os
+import subprocess
+import sys
+
+import pytest
+
+import ostinato
+from ostinato.errors import ConfigError, ModelError
+from ostinato.tools import chat, compile_model, main, serve
+
+
+def test_version_and_help_name_every_command(capsys):
+    for words in (["--version"], ["--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main.main(words)
+        assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"ostinato {ostinato.__version__}\n")
+    for command, (_, text) in main.COMMANDS.items():
+        assert command in out
+        assert text.split()[0] in out
+
+
+@pytest.mark.parametrize("words", [[], ["sing"], ["inspect"]])
+def test_a_wrong_command_line_ends_with_2(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    assert ended.value.code == 2
+    assert "usage: ostinato" in capsys.readouterr().err
+
+
+def test_an_error_for_the_user_is_one_line_and_exit_code_2(tmp_path, capsys):
+    assert main.main(["inspect", str(tmp_path / "absent")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ostinato: ")
+    assert "no such artifact folder" in err
+    assert err.count("\n") == 1
+
+
+def failing(error):
+    def call():
+        raise error
+
+    return call
+
+
+def test_exit_codes_of_interrupts_and_results():
+    assert main.run_command(lambda: 3) == 3
+    assert main.run_command(failing(KeyboardInterrupt())) == 130
+    assert main.run_command(failing(ConfigError("kv.max_gib=x"))) == 2
+    with pytest.raises(ZeroDivisionError):  # our own bugs keep their traceback
+        main.run_command(failing(ZeroDivisionError()))
+
+
+def test_a_closed_pipe_ends_quietly():
+    code = "from ostinato.tools.main import run_command; import sys\n"
+    code += "def call():\n    while True: print('x' * 1000)\nsys.exit(run_command(call))"
+    reader, writer = os.pipe()
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    os.close(reader)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (0, "")
+
+
+def test_only_the_command_that_runs_is_imported():
+    code = (
+        "import sys; from ostinato.tools import main\n"
+        "try: main.main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'ostinato.tools.chat') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def parsed(tool, *words):
+    parser = argparse.ArgumentParser()
+    tool.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_compile_model_has_no_flag_without_an_effect(capsys):
+    assert parsed(compile_model, "SRC", "--passes.off", "silu_mul").out is None
+    for flag in ("--kv.block-tokens", "--server.port", "--max-model-len"):
+        with pytest.raises(SystemExit):
+            parsed(compile_model, "SRC", flag, "8")
+    assert "unrecognized arguments: --max-model-len" in capsys.readouterr().err
+
+
+def test_serve_hands_the_settings_of_a_compile_to_the_compiler(tmp_path, monkeypatch):
+    seen = []
+
+    def run(command, **_):
+        seen.extend(command)
+        return subprocess.CompletedProcess(command, 0, stdout=f"a line\n{tmp_path / 'made'}\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    words = ("--graph.dtype=bfloat16", "--passes.off=silu_mul,rms_norm", "--passes.fuel=3", "--kv.max-gib=1")
+    config = serve.config_from(parsed(serve, str(tmp_path), *words))
+    assert serve.find_artifact(tmp_path, config) == tmp_path / "made"
+    assert seen[3:] == [
+        "compile",
+        str(tmp_path),
+        "--graph.dtype=bfloat16",
+        "--passes.off=silu_mul,rms_norm",
+        "--passes.fuel=3",
+    ]
+    again = parsed(compile_model, *seen[4:])  # the compiler understands what it is given
+    assert serve.config_from(again).passes.off == ("silu_mul", "rms_norm")
+
+
+def test_serve_refuses_a_path_that_is_not_there(tmp_path):
+    with pytest.raises(ModelError, match="no such file or folder; give an artifact"):
+        serve.find_artifact(tmp_path / "absent", serve.config_from(parsed(serve, "x")))
+
+
+def test_chat_sampling_is_the_models_own_unless_a_flag_says_otherwise():
+    defaults = {"temperature": 0.3, "top_p": 0.9, "top_k": None}
+    own = chat._sampling(parsed(chat, "x"), defaults)
+    assert (own.temperature, own.top_p, own.max_tokens) == (0.3, 0.9, None)
+    asked = chat._sampling(parsed(chat, "x", "--temperature", "0", "--max-tokens", "5"), defaults)
+    assert (asked.temperature, asked.top_p, asked.max_tokens) == (0.0, 0.9, 5)
