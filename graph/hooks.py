@@ -89,7 +89,8 @@ class CaptureHooks:
         window = int(kwargs.get("local_size") or 0)
         with _disable_current_modes(), torch.no_grad():
             span = 2 * window + 3 if 0 < window <= 64 else 67
-            edge = torch.arange(max(0, window - 3), window + 4)  # with the first keys: both sides of the window
+            # The second probe pairs the first keys with the queries for which they leave the window.
+            edge = torch.arange(max(0, window - 3), window + 4)
             probes = [torch.arange(span), torch.cat([torch.arange(7), edge])]
             zero = torch.zeros((), dtype=torch.int64)
             for index in probes:

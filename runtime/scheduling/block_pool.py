@@ -144,20 +144,6 @@ class BlockPool:
         """The block published under this key, if any. Take it with `hold` before anything else happens."""
         return self._block_of.get(key)
 
-    def match_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], int]:
-        """Blocks that hold the longest known prefix, and its tokens; not held yet (`hold`).
-
-        At most floor((len - 1) / block_tokens) blocks: at least one token is left to compute.
-        """
-        keys = PrefixKeys(token_ids, self.block_tokens, salt)
-        blocks: list[int] = []
-        for index in range((len(token_ids) - 1) // self.block_tokens if self._block_of else 0):
-            block = self.lookup(keys[index])
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks, len(blocks) * self.block_tokens
-
     def grow_to(self, num_blocks: int) -> None:
         """Blocks up to `num_blocks` have memory now. A smaller number than `committed` is an error."""
         if not self.committed <= num_blocks <= self.capacity:
@@ -184,16 +170,6 @@ class BlockPool:
             self._free = [block for block in self._free if block < size]
             heapq.heapify(self._free)
         return old - size
-
-    def drop_cache(self) -> int:
-        """Turn all cached blocks into free ones; return how many. Held blocks can still be matched."""
-        dropped = len(self._cached)
-        for block in self._cached:
-            self._forget(block)
-            self._free.append(block)
-        self._cached.clear()
-        heapq.heapify(self._free)
-        return dropped
 
     def check(self) -> None:
         """Raise AssertionError when the books do not balance. Cost: linear in `committed`."""

@@ -9,6 +9,8 @@ import pytest
 
 import ostinato
 from ostinato.errors import ConfigError, ModelError
+from ostinato.runtime.messages import SamplingParams
+from ostinato.runtime.request_output import CompletionOutput
 from ostinato.tools import chat, compile_model, main, serve
 
 
@@ -125,3 +127,19 @@ def test_chat_sampling_is_the_models_own_unless_a_flag_says_otherwise():
     assert (own.temperature, own.top_p, own.max_tokens) == (0.3, 0.9, None)
     asked = chat._sampling(parsed(chat, "x", "--temperature", "0", "--max-tokens", "5"), defaults)
     assert (asked.temperature, asked.top_p, asked.max_tokens) == (0.0, 0.9, 5)
+
+
+def test_chat_prints_why_an_answer_broke_off(capsys):
+    class Broken:
+        async def stream(self, messages, sampling):
+            yield CompletionOutput(0, "Par", (5,))
+            yield CompletionOutput(0, "", (), finish_reason="error", error="the step failed: NaN")
+
+    assert chat._answer(Broken(), [], SamplingParams()) == "Par"
+    assert capsys.readouterr().out == "Par\n(the step failed: NaN)\n"
+
+
+def test_quiet_commands_keep_a_log_level_that_was_asked_for():
+    for tool, words in ((chat, ("x",)), (compile_model, ("x",))):
+        assert "log_level" not in serve.config_from(parsed(tool, *words)).model_fields_set
+        assert "log_level" in serve.config_from(parsed(tool, *words, "--log-level", "INFO")).model_fields_set

@@ -6,6 +6,7 @@ import pytest
 
 from ostinato.errors import OutOfBlocks
 from ostinato.runtime.scheduling.block_pool import BlockPool, PrefixKeys
+from tests.support.prefix_match import matched
 
 
 def fill(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
@@ -43,27 +44,19 @@ def test_freeing_a_block_nobody_holds_is_caught():
         pool.free(blocks)
 
 
-@pytest.mark.parametrize(("length", "cached"), [(1, 0), (15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
-def test_a_match_leaves_at_least_one_token_to_compute(length: int, cached: int):
-    pool = BlockPool(8, 8, 16, True)
-    tokens = list(range(100, 148))
-    blocks = fill(pool, tokens)
-    assert pool.match_prefix(tokens[:length], "") == (blocks[: cached // 16], cached)
-
-
 def test_a_match_ends_where_tokens_differ_and_what_follows_is_not_reused():
     pool = BlockPool(8, 8, 4, True)
     blocks = fill(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
-    assert pool.match_prefix([1, 2, 3, 4, 5, 0, 7, 8, 9, 10, 11, 12, 13], "") == (blocks[:1], 4)
-    assert pool.match_prefix([5, 6, 7, 8, 9], "") == ([], 0)  # same tokens, other parent
+    assert matched(pool, [1, 2, 3, 4, 5, 0, 7, 8, 9, 10, 11, 12, 13], "") == (blocks[:1], 4)
+    assert matched(pool, [5, 6, 7, 8, 9], "") == ([], 0)  # same tokens, other parent
 
 
 def test_a_salt_separates_equal_prompts():
     pool = BlockPool(8, 8, 4, True)
     mine = fill(pool, [1, 2, 3, 4], "tenant-a")
-    assert pool.match_prefix([1, 2, 3, 4, 5], "tenant-a") == (mine, 4)
-    assert pool.match_prefix([1, 2, 3, 4, 5], "tenant-b") == ([], 0)
-    assert pool.match_prefix([1, 2, 3, 4, 5], "") == ([], 0)
+    assert matched(pool, [1, 2, 3, 4, 5], "tenant-a") == (mine, 4)
+    assert matched(pool, [1, 2, 3, 4, 5], "tenant-b") == ([], 0)
+    assert matched(pool, [1, 2, 3, 4, 5], "") == ([], 0)
 
 
 def test_keys_do_not_depend_on_when_they_are_asked_for_and_follow_appended_tokens():
@@ -83,7 +76,7 @@ def test_a_block_that_is_not_full_has_no_key():
 def test_a_block_is_not_matchable_before_it_is_published():
     pool = BlockPool(4, 4, 4, True)
     (block,) = pool.allocate(1)
-    assert pool.match_prefix([1, 2, 3, 4, 5], "") == ([], 0)
+    assert matched(pool, [1, 2, 3, 4, 5], "") == ([], 0)
     pool.free([block])
     assert (pool.num_free, pool.num_cached) == (4, 0)
 
@@ -91,7 +84,7 @@ def test_a_block_is_not_matchable_before_it_is_published():
 def test_with_the_prefix_cache_off_nothing_is_kept():
     pool = BlockPool(4, 4, 4, False)
     blocks = fill(pool, [1, 2, 3, 4])
-    assert pool.match_prefix([1, 2, 3, 4, 5], "") == ([], 0)
+    assert matched(pool, [1, 2, 3, 4, 5], "") == ([], 0)
     pool.free(blocks)
     assert (pool.num_free, pool.num_cached) == (4, 0)
 
@@ -99,7 +92,7 @@ def test_with_the_prefix_cache_off_nothing_is_kept():
 def test_the_second_block_with_the_same_content_stays_private():
     pool = BlockPool(4, 4, 4, True)
     first, second = fill(pool, [1, 2, 3, 4]), fill(pool, [1, 2, 3, 4])
-    assert pool.match_prefix([1, 2, 3, 4, 5], "") == (first, 4)
+    assert matched(pool, [1, 2, 3, 4, 5], "") == (first, 4)
     pool.free(second)
     assert (pool.num_free, pool.num_cached) == (3, 0)
     pool.check()
@@ -126,11 +119,11 @@ def test_the_least_recently_used_goes_first_and_a_prefix_loses_its_tail_before_i
     pool.free(new_blocks)
     pool.allocate(2)  # the free one, then one evicted
     assert pool.evictions == 1
-    assert pool.match_prefix([*old, 0], "") == (old_blocks[:1], 2)
-    assert pool.match_prefix([*new, 0], "") == (new_blocks, 4)
+    assert matched(pool, [*old, 0], "") == (old_blocks[:1], 2)
+    assert matched(pool, [*new, 0], "") == (new_blocks, 4)
     pool.allocate(2)
-    assert pool.match_prefix([*old, 0], "") == ([], 0)
-    assert pool.match_prefix([*new, 0], "") == (new_blocks[:1], 2)
+    assert matched(pool, [*old, 0], "") == ([], 0)
+    assert matched(pool, [*new, 0], "") == (new_blocks[:1], 2)
     pool.check()
 
 
@@ -151,7 +144,7 @@ def test_shrinking_drops_unreferenced_tail_blocks_cached_ones_too():
     assert pool.shrink_tail(keep=6) == 2
     assert pool.shrink_tail() == 5
     assert (pool.committed, pool.num_held, pool.num_cached, pool.num_free) == (1, 1, 0, 0)
-    assert pool.match_prefix([1, 2, 3, 4, 5], "") == (blocks[:1], 2)
+    assert matched(pool, [1, 2, 3, 4, 5], "") == (blocks[:1], 2)
     pool.grow_to(3)
     assert pool.allocate(2) == [1, 2]
     pool.check()
@@ -161,16 +154,6 @@ def test_shrinking_stops_at_a_held_block():
     pool = BlockPool(4, 4, 2, True)
     pool.free(pool.allocate(4)[:3])
     assert pool.shrink_tail() == 0
-    pool.check()
-
-
-def test_dropping_the_cache_frees_cached_blocks_and_leaves_held_ones_matchable():
-    pool = BlockPool(4, 4, 2, True)
-    kept, dropped = fill(pool, [1, 2]), fill(pool, [3, 4])
-    pool.free(dropped)
-    assert pool.drop_cache() == 1
-    assert pool.match_prefix([1, 2, 0], "") == (kept, 2)
-    assert pool.match_prefix([3, 4, 0], "") == ([], 0)
     pool.check()
 
 
@@ -184,7 +167,7 @@ def test_books_balance_after_any_sequence_of_operations():
         if action == 0 and pool.available >= len(tokens) // 2:
             held.append(fill(pool, tokens))
         elif action == 1:
-            blocks, _ = pool.match_prefix([*tokens, 9], "")
+            blocks, _ = matched(pool, [*tokens, 9], "")
             pool.hold(blocks)
             held.append(blocks)
         elif action == 2 and held:

@@ -5,6 +5,7 @@ import pytest
 from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded
 from ostinato.runtime.scheduling.plan import PENDING
 from tests.support.fake_device import FakeDevice
+from tests.support.prefix_match import matched
 
 
 def shapes(device: FakeDevice, name: str) -> list[tuple[int, int, bool]]:
@@ -240,7 +241,7 @@ def test_a_failed_request_ends_with_its_error_and_leaves_nothing_in_the_cache():
     assert (device.clients["bad"].finish, device.clients["bad"].error) == ("error", "NaN logits")
     device.run()
     assert device.clients["good"].tokens == device.expected("good", 4)
-    assert device.pool.match_prefix(prompt, "") == ([], 0)
+    assert matched(device.pool, prompt, "") == ([], 0)
     assert device.pool.num_held == 0
 
 
