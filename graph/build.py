@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from ostinato.errors import ModelError
 from ostinato.graph.hooks import IMPLEMENTATION, CaptureHooks
-
-log = logging.getLogger(__name__)
 
 
 class BuiltModel(NamedTuple):

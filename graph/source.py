@@ -87,13 +87,15 @@ def open_source(path: str | Path) -> ModelSource:
     raise ModelError(f"{path}: no such file or folder; download the model first and give its local path")
 
 
-def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_config(source: ModelSource) -> PretrainedConfig:
     """The transformers config object of a source; unknown architectures and quantised weights are refused.
+
+    Code that comes with a model folder is never run.
 
     A config without any rotary field gets transformers' default for its family, with a warning that shows it.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     model_type, quantization = source.config["model_type"], source.config.get("quantization_config")
     if quantization:
@@ -105,14 +107,12 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Pret
             "use the unquantised checkpoint or a GGUF file"
         )
     try:
-        if trust_remote_code and source.config.get("auto_map"):
-            config = AutoConfig.from_pretrained(str(source.path), trust_remote_code=True)
-        elif model_type in CONFIG_MAPPING:
+        if model_type in CONFIG_MAPPING:
             config = CONFIG_MAPPING[model_type].from_dict(source.config)
         else:
             raise ModelError(
                 f"{source.path}: unknown architecture {model_type!r}: not in the installed transformers; "
-                "a newer one may know it, or the folder brings its own code (graph.trust_remote_code)"
+                "a newer one may know it (code that comes with a model folder is never run)"
             )
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
