@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from ostinato.errors import ModelError
+from ostinato.errors import EngineError, ModelError
 from ostinato.graph.hooks import IMPLEMENTATION, CaptureHooks
 
 
@@ -54,11 +54,19 @@ def build_model(config: Any, dtype: torch.dtype, hooks: CaptureHooks) -> BuiltMo
         )
     config.use_cache = False
     _refuse_length_dependent_rope(config.to_dict())
-    with hooks.registered(), no_init_weights(), _EmptyOnMeta(), torch.no_grad():
-        kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
-        model = model_class._from_config(config, **kwargs)
-        if hooks.has_experts(model):
-            model.set_experts_implementation(IMPLEMENTATION)
+    try:
+        with hooks.registered(), no_init_weights(), _EmptyOnMeta(), torch.no_grad():
+            kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
+            model = model_class._from_config(config, **kwargs)
+            if hooks.has_experts(model):
+                model.set_experts_implementation(IMPLEMENTATION)
+    except EngineError:
+        raise
+    except Exception as error:  # border: a size that makes no sense fails in any way, deep in transformers
+        raise ModelError(
+            f"config.json: transformers cannot build {architecture} from it "
+            f"({type(error).__name__}: {error}); correct the config"
+        ) from error
     model.eval().requires_grad_(False)
     model.tie_weights()
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)

@@ -114,13 +114,31 @@ def load_config(source: ModelSource) -> PretrainedConfig:
                 f"{source.path}: unknown architecture {model_type!r}: not in the installed transformers; "
                 "a newer one may know it (code that comes with a model folder is never run)"
             )
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+    ) as error:
         raise ModelError(
             f"{source.path}: transformers refuses the config: {error}; correct config.json"
         ) from error
     if _untied_head(config, source):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     text = config.get_text_config()
+    layers, tensors = text.num_hidden_layers, len(source.tensor_names())
+    if not 1 <= layers <= tensors:
+        raise ModelError(
+            f"{source.path}: num_hidden_layers={layers} in the config, but the files hold {tensors} tensors; "
+            "it must be at least 1, and every layer has tensors of its own: correct the config"
+        )
+    if text.max_position_embeddings < 2:
+        raise ModelError(
+            f"{source.path}: max_position_embeddings={text.max_position_embeddings} in the config leaves no "
+            "room for a prompt and an answer; correct the config"
+        )
     stated = {**source.config, **(source.config.get("text_config") or {})}
     if getattr(text, "rope_parameters", None) and not any(stated.get(field) for field in ROPE_FIELDS):
         log.warning(

@@ -112,7 +112,7 @@ def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
         raise ModelError(
             f"{path}: missing; a model folder needs it. Finish the download of the model"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: {type(content).__name__} instead of an object; download it again")

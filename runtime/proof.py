@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ostinato.errors import CompileError
+from ostinato.errors import CompileError, ModelError
 from ostinato.graph.facts import KVLayer
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import Proof
@@ -43,6 +43,8 @@ def prove(
 ) -> Proof:
     """Run unfused graph (float64 and `dtype`) and program on the same tokens; raise CompileError over budget.
 
+    ModelError when the model itself gives NaN or infinity, in float64 or in `dtype`.
+
     `weights` gives the tensor of a weight placeholder, in the type that the program uses.
     """
     steps = _two_steps(vocab_size, block_tokens, seed)
@@ -56,6 +58,7 @@ def prove(
             else:
                 logits.append(_interpret(graph_module, weights, inputs, planes, compute))
         runs[name] = (torch.cat(logits).double(), [plane.double() for plane in planes])
+    _refuse_infinite(runs, dtype)
     proof = _compare(runs, torch.finfo(dtype).eps, routed=_has_router(graph_module))
     if proof.max_error > proof.budget or proof.kv_max_error > proof.kv_budget:
         raise CompileError(
@@ -65,6 +68,21 @@ def prove(
             "find the guilty rewrite with passes.fuel, leave it out with passes.off, and report it"
         )
     return proof
+
+
+def _refuse_infinite(runs: dict[str, tuple[Tensor, list[Tensor]]], dtype: torch.dtype) -> None:
+    """Without numbers to compare with, any error would be allowed."""
+    infinite = {
+        name: not all(bool(tensor.isfinite().all()) for tensor in (logits, *planes))
+        for name, (logits, planes) in runs.items()
+    }
+    if infinite["truth"]:
+        raise ModelError(
+            "the model gives NaN or infinity, in float64 too: its weights hold such values or its config is "
+            "wrong; download it again"
+        )
+    if infinite["plain"]:
+        raise ModelError(f"the model overflows {dtype} and gives NaN; set graph.dtype to bfloat16 or float32")
 
 
 def _two_steps(vocab_size: int, block_tokens: int, seed: int) -> list[StepInputs]:

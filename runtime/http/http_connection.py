@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 
@@ -14,9 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class HttpConnection(web.RequestHandler):
-    """One connection of `web.Server`; never meets errors of handlers, which the application answers itself."""
+    """One connection of `web.Server`. Errors of handlers never come here: the application answers them."""
 
     __slots__ = ()
+
+    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(manager, loop=loop, access_log=None)  # type: ignore[arg-type]  # None: write none
 
     def handle_error(
         self,
@@ -28,8 +32,9 @@ class HttpConnection(web.RequestHandler):
         """The answer to what could not be parsed; the connection ends with it."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun; no other can be sent")
+        error: Exception
         if status != 400:
-            error = exc or RuntimeError(message or f"status {status}")
+            error = exc if isinstance(exc, Exception) else RuntimeError(message or f"status {status}")
             log.error("a request from %s failed outside its handler", request.remote, exc_info=error)
         else:
             raw = " ".join((message or str(exc)).split())  # may hold what the client sent

@@ -69,7 +69,7 @@ async def serve(
         host, port = sock.getsockname()[:2]
 
         def make_watched() -> asyncio.Protocol:
-            return WatchedConnection(HttpConnection(manager, loop=loop, access_log=None))
+            return WatchedConnection(HttpConnection(manager, loop))
 
         try:
             server = await loop.create_server(make_watched, sock=sock, backlog=_BACKLOG)

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ostinato.errors import ModelError
+from ostinato.graph.build import build_model
+from ostinato.graph.hooks import CaptureHooks
 from ostinato.graph.source import load_config, open_source, resolve_dtype
 from tests.support.tiny_models import EOS_ID, edit_json, make_tiny
 
@@ -46,6 +48,7 @@ def test_a_folder_without_config_is_named(folder: Path):
     ("text", "message"),
     [
         ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
         ("[1]", "list instead of an object"),
         ('{"hidden_size": 4}', "no model_type"),
     ],
@@ -181,3 +184,31 @@ def test_the_fingerprint_changes_with_config_weights_and_tokenizer_and_not_with_
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     seen.add(open_source(folder).fingerprint)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("layers", [-1, 0, 1_000_000])
+def test_a_number_of_layers_that_cannot_be_is_refused_at_once(folder: Path, layers: int):
+    edit_json(folder / "config.json", num_hidden_layers=layers)
+    with pytest.raises(ModelError, match=rf"num_hidden_layers={layers} .* the files hold 21 tensors"):
+        load_config(open_source(folder))
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"num_key_value_heads": 0}])
+def test_a_config_that_divides_by_zero_is_a_model_error(folder: Path, change: dict[str, int]):
+    edit_json(folder / "config.json", head_dim=None, **change)
+    with pytest.raises(ModelError, match="config"):
+        build_model(load_config(open_source(folder)), torch.float32, CaptureHooks())
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": -64}, {"vocab_size": -1}, {"pad_token_id": 5000}])
+def test_sizes_that_transformers_cannot_build_are_a_model_error(folder: Path, change: dict[str, int]):
+    edit_json(folder / "config.json", **change)
+    with pytest.raises(ModelError, match=r"config\.json: transformers cannot build LlamaForCausalLM from it"):
+        build_model(load_config(open_source(folder)), torch.float32, CaptureHooks())
+
+
+@pytest.mark.parametrize("window", [-5, 0, 1])
+def test_a_context_window_without_room_for_an_answer_is_refused(folder: Path, window: int):
+    edit_json(folder / "config.json", max_position_embeddings=window)
+    with pytest.raises(ModelError, match=rf"max_position_embeddings={window} in the config leaves no room"):
+        load_config(open_source(folder))

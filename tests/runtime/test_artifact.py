@@ -16,7 +16,7 @@ from ostinato.runtime.artifact import load_artifact, read_manifest
 from ostinato.runtime.compile import compile_model
 from ostinato.runtime.compile_cache import resolve_artifact
 from ostinato.runtime.config import EngineConfig
-from tests.support.tiny_models import make_tiny
+from tests.support.tiny_models import edit_json, make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +248,11 @@ def test_a_full_disk_while_writing_small_files_is_named(model, tmp_path, monkeyp
     with pytest.raises(CompileError, match="no space left"):
         compile_model(model, tmp_path / "out")
     assert list(tmp_path.glob("*")) == []
+
+
+def test_a_config_of_another_size_is_refused_before_anything_is_computed(model, tmp_path, monkeypatch):
+    wide = Path(shutil.copytree(model, tmp_path / "wide"))
+    edit_json(wide / "config.json", hidden_size=64 * 10**7)
+    monkeypatch.setattr("ostinato.runtime.compile.capture", lambda *_, **__: pytest.fail("traced"))
+    with pytest.raises(ModelError, match="config and weights are of different models"):
+        compile_model(wide, tmp_path / "out")

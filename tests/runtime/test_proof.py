@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from ostinato.errors import CompileError
+from ostinato.errors import CompileError, ModelError
 from ostinato.ops import all_ops  # noqa: F401  # registers the operators
 from ostinato.runtime import proof
 from ostinato.runtime.program import bind, lower
@@ -104,3 +104,19 @@ def test_with_a_router_a_few_flipped_rows_pass_and_many_do_not():
     assert case.prove(off(0.2)).max_error < 0.1
     with pytest.raises(CompileError, match="numeric proof failed"):
         case.prove(off(0.5))
+
+
+def test_weights_that_hold_nan_are_the_models_fault_and_never_pass():
+    case = Case("llama", torch.float32)
+    name = next(name for name in case.values if name.endswith("layers.0.mlp.up_proj.weight"))
+    case.values[name][3, 4] = float("nan")
+    with pytest.raises(ModelError, match="gives NaN or infinity, in float64 too"):
+        case.prove(case.program)
+
+
+def test_a_model_that_overflows_its_number_type_is_told_which_to_use():
+    case = Case("llama", torch.float16)
+    name = next(name for name in case.values if name.endswith("lm_head.weight"))
+    case.values[name].fill_(60_000.0)
+    with pytest.raises(ModelError, match=r"overflows torch\.float16 .* bfloat16 or float32"):
+        case.prove(case.program)
