@@ -16,6 +16,7 @@ Sources: arXiv:2104.09864 (rotary), arXiv:2010.04245 (norm of q and k).
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ostinato.ops.check import (
@@ -70,9 +71,9 @@ def rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: b
     x, rest = x_THD[..., :num_rotated], x_THD[..., num_rotated:]
     if interleaved:
         cos_TR, sin_TR = (table[:, :half].repeat_interleave(2, -1) for table in (cos_TR, sin_TR))
-        turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
-    else:
-        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    pairs = "t h (r pair)" if interleaved else "t h (pair r)"
+    first, second = rearrange(x, f"{pairs} -> pair t h r", pair=2)
+    turned = rearrange([-second, first], f"pair t h r -> {pairs}")
     rotated = x * cos_TR[:, None] + turned * sin_TR[:, None]
     return torch.cat((rotated.to(x.dtype), rest), -1)
 
