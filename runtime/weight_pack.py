@@ -49,8 +49,8 @@ def pack(
 ) -> PackedFile:
     """Evaluate each expression and stream it into `out`; peak memory is about one checkpoint tensor.
 
-    The file appears under its name only when it is complete and on the disk. Raises CompileError when the disk
-    is full; nothing is left behind then.
+    The file appears under its name only when it is complete and on the disk. Raises CompileError when the
+    disk is full; nothing is left behind then.
     """
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
