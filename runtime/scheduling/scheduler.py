@@ -222,11 +222,14 @@ class Scheduler:
         budget = self.config.max_step_tokens
         room = budget - (max(1, budget // PREFILL_SHARE) if prefills and budget > 1 else 0)
         if len(decodes) > room:
-            turns = sorted(decodes, key=lambda decode: decode[0].last_step)[:room]
-            decodes = sorted(turns, key=lambda decode: decode[0].rank)
+            turns = sorted(decodes, key=lambda decode: decode[0].last_step)
+            # those whose turn it is, by rank; then, in place of those that lack a block, the next in turn
+            decodes = sorted(turns[:room], key=lambda decode: decode[0].rank) + turns[room:]
         entries: list[PlanEntry] = []
         sequences: list[Sequence] = []
         for sequence, reserve in decodes:
+            if len(entries) == room:
+                break
             if sequence.phase is Phase.RUNNING and self._slots.secure(sequence, 1, reserve):
                 entries.append(sequence.plan(1, step))
                 sequences.append(sequence)

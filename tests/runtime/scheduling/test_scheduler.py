@@ -365,3 +365,20 @@ def test_settling_out_of_order_is_caught():
     second = device.launch()
     with pytest.raises(AssertionError, match="in the order in which they were made"):
         device.scheduler.complete(second, {"a": 5})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "prompts", "answer"),
+    [(5, [3, 4, 1, 2, 4, 2], 16), (10, [1, 1, 3, 4, 1, 1], 16), (6, [1, 4, 1, 3], 12)],
+)
+def test_a_decode_that_lacks_a_block_gives_its_turn_to_another_and_nobody_fails(
+    blocks: int, prompts: list[int], answer: int
+):
+    device = FakeDevice(blocks=blocks, block_tokens=4, budget=1)  # each request alone would fit
+    for index, prompt in enumerate(prompts):
+        device.add(f"r{index}", prompt, max_tokens=answer)
+    device.run()
+    assert [(client.finish, client.error) for client in device.clients.values()] == [("length", None)] * len(
+        prompts
+    )
+    assert all(client.tokens == device.expected(name, answer) for name, client in device.clients.items())
