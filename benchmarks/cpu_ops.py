@@ -4,10 +4,18 @@
 
 For each linear layer, number of rows and type: GB/s of weights, its share of the machine's read bandwidth,
 and torch's F.linear. Then the sum over a decode step's linear layers, and the time of one call of every other
-op. Ours, torch's and a plain read loop take turns, so that a busy neighbour hits all of them alike.
+op. Ours, torch's and a plain read loop take turns, so that a busy neighbour hits all of them alike. As in the
+server, threads are bound and OpenMP's spin is short: a long one would take the core from the kernels' team.
 """
 
+# ruff: noqa: E402  # the spin is read when torch is loaded
 from __future__ import annotations
+
+import os
+
+from ostinato.runtime.openmp_spin import shorten_spin
+
+shorten_spin(os.environ)
 
 import argparse
 import ctypes
@@ -24,6 +32,8 @@ import torch.nn.functional as F
 
 from benchmarks.record import Row, write_record
 from ostinato.ops import all_ops, native  # noqa: F401  # all_ops registers every op
+from ostinato.runtime.config import CpuConfig
+from ostinato.runtime.cpu_threads import bound_threads, plan_threads
 
 LAYERS, VOCABULARY, WIDTH, FEED_FORWARD = 30, 49152, 576, 1536
 HEADS, KV_HEADS, HEAD, BLOCK = 9, 3, 64, 16
@@ -168,19 +178,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = Path(folder) / "kernels.so"
         build_seconds = native.build(path).seconds
-        ops = native.bind(native.load(path))
+        library = native.load(path)
+        ops, read = native.bind(library), build_read_loop(Path(folder))
         made = [Row.of("cpu_kernels_build_s", [build_seconds], "s", None, "none")]
-        read = build_read_loop(Path(folder))
-        for dtype in NAMES:
-            for rows in arguments.rows:
-                made += linear_rows(ops, dtype, rows, arguments.rounds, read)
-            for sequences in (1, 8):
-                made += other_rows(ops, dtype, sequences, arguments.rounds)
-    write_record("cpu_ops", made)
+        plan = plan_threads(CpuConfig(threads=arguments.threads))
+        with bound_threads(plan, start_team=library.start_team):
+            for dtype in NAMES:
+                for rows in arguments.rows:
+                    made += linear_rows(ops, dtype, rows, arguments.rounds, read)
+                for sequences in (1, 8):
+                    made += other_rows(ops, dtype, sequences, arguments.rounds)
+            write_record("cpu_ops", made)
 
 
 if __name__ == "__main__":
