@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ostinato.errors import ArtifactError, CompileError
+from ostinato.errors import ArtifactError, CompileError, ModelError
 from ostinato.ops.weight_expr import Expr, cast, concat, evaluate, load, reshape, slice_, stack, transpose
 from ostinato.runtime import weight_pack
 from ostinato.runtime.file_hash import hash_file
@@ -143,6 +143,21 @@ def test_an_error_while_reading_leaves_the_old_file_as_it_was(packed: Path):
 def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path):
     with pytest.raises(CompileError, match="parts of a weight do not fit together"):
         pack({"w": concat([load("q"), load("odd")])}, read, tmp_path / "w")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_nan_and_infinite_values_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, value: float):
+    tensors = {"good": torch.ones(2, 4).to(dtype), "bad": torch.tensor([[1, 2, 3, value]]).to(dtype)}
+    with pytest.raises(ModelError, match="weight qkv, made of bad: NaN or infinite values in"):
+        pack({"qkv": concat([load("good"), load("bad")])}, tensors.__getitem__, tmp_path / "w")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_that_its_new_type_cannot_hold_is_refused(tmp_path: Path):
+    large = {"w": torch.tensor([1.0, 1e6])}
+    with pytest.raises(ModelError, match="infinite values in float16"):
+        pack({"w": cast(load("w"), torch.float16)}, large.__getitem__, tmp_path / "w")
 
 
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b[:100], lambda b: b""])
