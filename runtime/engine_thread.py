@@ -78,7 +78,10 @@ class EngineThread(StreamingClient):
                     _call(loop, _set_result, ready, info)
                     engine.serve(_LoopOutlet(loop, self._deliver, self._inbox))
         except Exception as wrong:  # a thread border: whatever it is, the clients must hear of it
-            log.exception("engine thread ends")
+            if isinstance(wrong, EngineError) and not isinstance(wrong, EngineDead):
+                log.error("the engine ends: %s", wrong)  # meant for users: the message is all they need
+            else:
+                log.exception("engine thread ends")
             reason = (
                 wrong if isinstance(wrong, EngineDead) else EngineDead(f"{type(wrong).__name__}: {wrong}")
             )

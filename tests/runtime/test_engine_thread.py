@@ -32,10 +32,18 @@ async def test_start_twice_is_an_error_and_close_without_start_is_none():
     assert engine_threads() == []
 
 
-async def test_a_start_that_fails_raises_the_engines_own_error():
+async def test_a_start_that_fails_raises_the_engines_own_error_and_logs_no_traceback(caplog):
     with pytest.raises(ConfigError, match="max_model_len=9999"):
         await EngineThread("toy", toy_config(max_model_len=9999), load=load_toy).start()
     assert engine_threads() == []
+    assert "max_model_len=9999" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_start_that_fails_for_an_unknown_reason_logs_a_traceback(caplog):
+    with pytest.raises(EngineDead, match="ZeroDivisionError"):
+        await EngineThread("raises", toy_config(), load=load_toy).start()
+    assert "Traceback" in caplog.text
 
 
 async def test_a_fatal_error_reaches_every_reader_and_later_ones(monkeypatch, caplog):
