@@ -317,7 +317,10 @@ def _only_compiler_of(out: Path) -> Iterator[None]:
     """Let one process at a time compile into `out`. The lock ends with its process at the latest."""
     path = out.parent / f".{out.name}.lock"
     while True:
-        lock = open(path, "w")  # noqa: SIM115  # held across the yield below
+        try:
+            lock = open(path, "w")  # noqa: SIM115  # held across the yield below
+        except OSError as error:
+            raise CompileError(f"{path}: {error.strerror}; choose another folder for -o") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

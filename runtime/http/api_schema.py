@@ -92,6 +92,8 @@ def _token_keys(value: object) -> object:
             raise PydanticCustomError(
                 "token_key", f'keys must be token ids, as in {{"42": -5}}; got {key!r:.40}'
             )
+        if int(key) in result:
+            raise PydanticCustomError("token_twice", f"token id {int(key)} is given twice; give it once")
         result[int(key)] = bias
     return result
 

@@ -182,6 +182,11 @@ def test_a_place_that_cannot_be_written_is_named(model, tmp_path, where):
         compile_model(model, tmp_path / where)
 
 
+def test_a_place_where_the_system_takes_no_files_is_named(model):
+    with pytest.raises(CompileError, match=r"/sys.*: .*; choose another folder for -o"):
+        compile_model(model, "/sys/ostinato-test")
+
+
 def test_unknown_pass_in_off_is_a_config_error_that_lists_the_known(model, tmp_path):
     config = EngineConfig.model_validate({"passes": {"off": ["silu_mull"]}})
     with pytest.raises(ConfigError, match=r"silu_mull.*silu_mul"):

@@ -71,6 +71,7 @@ WRONG = [
     ("logit_bias", {"-1": 1}),
     ("logit_bias", {"1": 101}),
     ("logit_bias", {"1": "1"}),
+    ("logit_bias", {"1": 1, "01": 2}),
     ("logit_bias", [1]),
     ("logit_bias", {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}),
     ("ignore_eos", "no"),
