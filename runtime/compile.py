@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from ostinato.errors import ArtifactError, CompileError
+from ostinato.errors import ArtifactError, CompileError, ModelError
 from ostinato.graph.build import BuiltModel, build_model
 from ostinato.graph.capture import MAX_STEP_TOKENS, CapturedGraph, capture
 from ostinato.graph.expectations import expected_matches
@@ -53,6 +53,7 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.program import lower
 from ostinato.runtime.proof import prove
+from ostinato.runtime.text import TextFrontEnd
 from ostinato.runtime.weight_pack import PackedFile, pack
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class _Compile:
         self._seconds: dict[str, float] = {}
 
     def run(self) -> Manifest:
+        self._write_text()
         with ThreadPoolExecutor(1) as background:
             kernels = background.submit(native.build, self._folder / "kernels.so")
             with self._stage("read"):
@@ -159,7 +161,6 @@ class _Compile:
         with self._stage("proof"):
             proof = self._prove(captured, unfused)
         with self._stage("write"):
-            self._source.write_tokenizer(self._folder / "tokenizer")
             self._write_graphs(unfused, captured.graph_module)
             manifest = self._manifest(captured, reports, build_info, packed, proof)
         return manifest
@@ -182,6 +183,16 @@ class _Compile:
             built.params, built.tied, self._source, built.config, model=built.model
         )
         return built
+
+    def _write_text(self) -> None:
+        """Tokenizer, chat template and sampling defaults; they must load, or nothing slow is worth it."""
+        folder = self._folder / "tokenizer"
+        self._source.write_tokenizer(folder)
+        try:
+            TextFrontEnd.load(folder).close()
+        except ArtifactError as error:
+            said = str(error).removeprefix(f"{folder}/")
+            raise ModelError(f"{self._source.path}: {said}; correct the model's file") from None
 
     def _capture(self, built: BuiltModel) -> CapturedGraph:
         text = built.config.get_text_config()

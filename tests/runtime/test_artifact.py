@@ -187,6 +187,23 @@ def test_a_place_where_the_system_takes_no_files_is_named(model):
         compile_model(model, "/sys/ostinato-test")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("chat_template.jinja", "{% if %}", "chat template, line 1"),
+        ("generation_config.json", '{"temperature": "hot"}', "generation_config.json: temperature"),
+        ("generation_config.json", '{"temperature": NaN}', "generation_config.json: temperature"),
+        ("generation_config.json", '{"top_p": 0}', "generation_config.json: top_p"),
+    ],
+)
+def test_text_files_that_would_not_load_are_found_by_the_compiler(model, tmp_path, name, content, says):
+    shutil.copytree(model, tmp_path / "bad")
+    (tmp_path / "bad" / name).write_text(content)
+    with pytest.raises(ModelError, match=rf"bad: {says}.*; correct the model's file"):
+        compile_model(tmp_path / "bad", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
 def test_unknown_pass_in_off_is_a_config_error_that_lists_the_known(model, tmp_path):
     config = EngineConfig.model_validate({"passes": {"off": ["silu_mull"]}})
     with pytest.raises(ConfigError, match=r"silu_mull.*silu_mul"):
