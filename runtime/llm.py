@@ -11,19 +11,25 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from ostinato import log as logs
-from ostinato.errors import InvalidRequest
+from ostinato.errors import ConfigError
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, read_settings
+from ostinato.runtime.llm_arguments import (
+    Message,
+    read_conversation,
+    read_conversations,
+    read_prompt,
+    read_prompts,
+)
 from ostinato.runtime.llm_session import Input, Session
 from ostinato.runtime.messages import EngineInfo, EngineStats, SamplingParams
 from ostinato.runtime.openmp_spin import shorten_spin
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 from ostinato.runtime.text import TextFrontEnd
 
-Message = Mapping[str, object]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int]
 
 
@@ -49,6 +55,8 @@ class LLM:
         `progress`: show a bar while compiling; None: when stderr is a terminal.
         Raises ConfigError, ArtifactError, ModelError, CompileError.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"path: got {path!r:.60} ({type(path).__name__}); give a str or a Path")
         config = configured(config or EngineConfig(), settings)
         logs.setup(config.log_level)
         if "torch" not in sys.modules:
@@ -81,6 +89,7 @@ class LLM:
             raise
 
     def __enter__(self) -> Self:
+        self._session.check_open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -113,16 +122,17 @@ class LLM:
         n: int = 1,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts (text or token ids), together; one output per prompt, in order.
+        """Answer all prompts (text, token ids or an array of them) together; one output each, in order.
 
         `sampling`: one for all or one per prompt; None: the model's own defaults. With `n` > 1 and a seed,
         answer i uses seed + i. `progress`: a bar on stderr; None: when that is a terminal.
         A request that fails alone ends with finish_reason `error`. Raises InvalidRequest or ContextTooLong
         before anything runs; EngineDead.
         """
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several = cast(Sequence[Prompt], [prompts] if is_one else prompts)
-        return self._answer([self._session.encode(one) for one in several], sampling, n, progress)
+        self._session.check_open()
+        return self._answer(
+            [self._session.encode(one) for one in read_prompts(prompts)], sampling, n, progress
+        )
 
     def chat(
         self,
@@ -135,16 +145,14 @@ class LLM:
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of `{"role": ..., "content": ...}`) or several; see `generate`."""
-        if not messages:
-            raise InvalidRequest("messages: empty; give at least one message", param="messages")
-        several = [messages] if isinstance(messages[0], Mapping) else messages
+        self._session.check_open()
         inputs = [
             self._session.render(
-                cast(Sequence[Message], one),
+                one,
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=template_kwargs,
             )
-            for one in several
+            for one in read_conversations(messages)
         ]
         return self._answer(inputs, sampling, n, progress)
 
@@ -157,11 +165,12 @@ class LLM:
         generator (`contextlib.aclosing`) aborts the request.
         """
         session = self._session
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        session.check_open()
+        is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         given = (
-            session.render(cast(Sequence[Message], prompt))
+            session.render(read_conversation(prompt, "prompt"))
             if is_chat
-            else session.encode(cast(Prompt, prompt))
+            else session.encode(read_prompt(prompt, "prompt"))
         )
         (job,) = session.jobs([given], sampling, 1)
         async for piece in session.pieces(job.requests[0]):

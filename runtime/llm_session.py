@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ostinato.errors import EngineDead, InvalidRequest
+from ostinato.errors import EngineDead
 from ostinato.runtime.choice_output import ChoiceOutput
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.llm_arguments import check_n, checked_text, read_sampling
 from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenEvent
 from ostinato.runtime.request_check import check_request
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
@@ -47,15 +49,18 @@ class Session:
         self._numbers = count()
         # Requests beyond what the engine would queue wait here instead of being refused.
         self._room = asyncio.Semaphore(config.scheduler.max_waiting)
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ostinato-llm", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the session's loop and wait for the result; an interrupt cancels the work."""
-        if self._loop.is_closed():
+        try:
+            self.check_open()
+        except EngineDead:
             work.close()
-            raise EngineDead("this LLM is closed: make a new one")
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -63,45 +68,46 @@ class Session:
             future.cancel()
             raise
 
+    def check_open(self) -> None:
+        """EngineDead if nothing can run here."""
+        if os.getpid() != self._pid:
+            raise EngineDead(
+                f"this LLM lives in process {self._pid}, this is its fork {os.getpid()}, and threads do not "
+                "survive a fork: make the LLM in the child"
+            )
+        if self._loop.is_closed():
+            raise EngineDead("this LLM is closed: make a new one")
+
     def close(self) -> None:
-        """Stop engine, tokenizer threads and loop."""
+        """Stop engine, tokenizer threads and loop. In a fork there is nothing to stop."""
+        if os.getpid() != self._pid:
+            return
         self.run(self.client.close())
         self.text.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def encode(self, prompt: str | Sequence[int]) -> Input:
+    def encode(self, prompt: str | tuple[int, ...]) -> Input:
         """An input from text or token ids."""
         if isinstance(prompt, str):
             return Input(prompt, tuple(self.text.encode(prompt)) if prompt else ())
-        wrong = next((one for one in prompt if not isinstance(one, int)), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"prompts: {wrong!r} is neither text nor a token id; give strings or lists of ints",
-                param="prompts",
-            )
-        return Input(None, tuple(prompt))
+        return Input(None, prompt)
 
     def render(self, messages: Sequence[Mapping[str, object]], **template: Any) -> Input:
         """An input from a conversation, through the model's chat template."""
         text = self.text.render_chat([dict(message) for message in messages], **template)
+        checked_text(text, "messages", "messages, rendered by the chat template")
         return Input(text, tuple(self.text.encode(text, add_special_tokens=False)))
 
     def jobs(
         self, inputs: Sequence[Input], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int
     ) -> list[Job]:
         """Jobs whose requests are all known to be valid. Raises InvalidRequest or ContextTooLong."""
-        if n < 1:
-            raise InvalidRequest(f"n={n}: must be at least 1", param="n")
+        check_n(n)
         if sampling is None:
             sampling = SamplingParams(**self.text.defaults.model_dump(exclude_none=True))
-        several = [sampling] * len(inputs) if isinstance(sampling, SamplingParams) else sampling
-        if len(several) != len(inputs):
-            raise InvalidRequest(
-                f"sampling: {len(several)} for {len(inputs)} prompts; give one for each, or one for all",
-                param="sampling",
-            )
+        several = read_sampling(sampling, len(inputs))
         return [self._job(one, params, n) for one, params in zip(inputs, several, strict=True)]
 
     async def answer_all(
@@ -139,8 +145,7 @@ class Session:
             except Exception as error:  # nothing is swallowed: the reader raises it
                 here.call_soon_threadsafe(queue.put_nowait, error)
 
-        if self._loop.is_closed():
-            raise EngineDead("this LLM is closed: make a new one")
+        self.check_open()
         pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
         try:
             while True:

@@ -2,10 +2,14 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
+import warnings
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -134,7 +138,20 @@ def test_cached_tokens_are_told(llm):
         ("", None, InvalidRequest, "empty"),
         ([[5], []], None, InvalidRequest, "empty"),
         ([[5], [512]], None, InvalidRequest, "token id 512"),
-        ([["a"]], None, InvalidRequest, "neither text nor a token id"),
+        ([["a"]], None, InvalidRequest, r"prompts\[0\]\[0\]: got 'a' \(str\)"),
+        (None, None, InvalidRequest, r"prompts: got None \(NoneType\); give text"),
+        (5, None, InvalidRequest, r"prompts: got 5 \(int\)"),
+        ((id for id in [5]), None, InvalidRequest, r"prompts: got <generator"),
+        (b"hi", None, InvalidRequest, r"prompts: got b'hi' \(bytes\)"),
+        ({"prompt": "hi"}, None, InvalidRequest, r"prompts: got .*\(dict\)"),
+        ([5.0], None, InvalidRequest, r"prompts\[0\]: got 5.0 \(float\)"),
+        ([5, 6.0], None, InvalidRequest, r"prompts\[1\]: got 6.0 \(float\)"),
+        ([True], None, InvalidRequest, r"prompts\[0\]: got True \(bool\)"),
+        ([5, [6]], None, InvalidRequest, r"prompts\[1\]: got \[6\] \(list\)"),
+        (np.array([5.0]), None, InvalidRequest, r"prompts\[0\]: got 5.0 \(float\)"),
+        (["a", "\ud800"], None, InvalidRequest, r"prompts\[1\]: character 0 is '\\ud800', half of"),
+        ("a", {"temperature": 0}, InvalidRequest, r"sampling: got .*\(dict\); give SamplingParams"),
+        ("a", [{}], InvalidRequest, r"sampling\[0\]: got {} \(dict\)"),
         (prompt_of(512), None, ContextTooLong, "512 tokens"),
         (["a", "b"], [GREEDY], InvalidRequest, "1 for 2 prompts"),
         ("a", SamplingParams(logit_bias={512: 1.0}), InvalidRequest, "logit_bias"),
@@ -145,6 +162,46 @@ def test_a_wrong_request_is_refused_before_anything_runs(llm, prompts, sampling,
     with pytest.raises(error, match=says):
         llm.generate(prompts, sampling)
     assert llm.stats.steps == before
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 1.5, "2", True, None])
+def test_a_wrong_n_is_refused(llm, n):
+    with pytest.raises(InvalidRequest, match=r"n: got .*; give an int from 1 to 128"):
+        llm.generate("a", GREEDY, n=n)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("hi", r"messages: got 'hi' \(str\); give a list like \[{\"role\""),
+        (None, r"messages: got None"),
+        ({"role": "user", "content": "hi"}, r"messages: got .*\(dict\)"),
+        ([], r"messages: empty"),
+        ([[]], r"messages\[0\]: empty"),
+        (["hi"], r"messages\[0\]: got 'hi' \(str\); a message is a dict"),
+        ([[{"role": "user", "content": "hi"}], None], r"messages\[1\]: got None"),
+        ([{"role": "user", "content": "\ud800"}], r"messages.*half of a surrogate pair"),
+    ],
+)
+def test_wrong_messages_are_refused(llm, messages, says):
+    with pytest.raises(InvalidRequest, match=says):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        np.array([5, 6]),
+        torch.tensor([5, 6]),
+        torch.tensor([[5, 6]]),
+        [np.array([5, 6])],
+        list(np.array([5, 6])),
+    ],
+)
+def test_integer_arrays_are_token_ids(llm, prompts):
+    (output,) = llm.generate(prompts, GREEDY)
+    assert output.prompt_token_ids == (5, 6)
+    assert list(output.outputs[0].token_ids) == TOY.greedy([5, 6], 12)
 
 
 def test_one_failing_request_does_not_take_the_others_with_it(llm):
@@ -193,6 +250,10 @@ async def test_leaving_a_stream_early_frees_its_blocks():
 async def test_a_wrong_streamed_request_raises_at_once(llm):
     with pytest.raises(ContextTooLong):
         await anext(llm.stream(prompt_of(600), GREEDY))
+    with pytest.raises(InvalidRequest, match=r"prompt: got None"):
+        await anext(llm.stream(None, GREEDY))
+    with pytest.raises(InvalidRequest, match=r"prompt\[0\]: got 'two'"):
+        await anext(llm.stream(["two", "prompts"], GREEDY))
 
 
 def test_calls_from_several_threads_at_once_are_one_batch(llm):
@@ -224,6 +285,37 @@ def test_close_frees_threads_and_memory_and_later_calls_say_so(caplog):
     assert "still hold" not in caplog.text  # the KV pool's warning about planes that keep memory alive
     with pytest.raises(EngineDead, match="closed"):
         llm.generate("hello", GREEDY)
+    with pytest.raises(EngineDead, match="closed"), llm:
+        pass
+
+
+def test_in_a_fork_every_call_says_so_and_close_is_quiet(llm):
+    def said(call):
+        try:
+            call()
+        except EngineDead as error:
+            return "make the LLM in the child" in str(error)
+        return False
+
+    with warnings.catch_warnings():  # newer Pythons warn of what is tested here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        right = False
+        try:
+            signal.alarm(20)  # a child that hangs is killed, and the test fails
+            calls = [
+                lambda: llm.generate("hello", GREEDY),
+                lambda: llm.chat([{"role": "user", "content": "hi"}], GREEDY),
+                lambda: llm.stream("hello", GREEDY).asend(None).send(None),
+                llm.__enter__,
+            ]
+            right = all(said(call) for call in calls)
+            llm.close()
+        finally:
+            os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list(llm.generate([5, 6], GREEDY)[0].outputs[0].token_ids) == TOY.greedy([5, 6], 12)
 
 
 def test_a_dropped_llm_frees_itself():
@@ -280,6 +372,12 @@ def test_settings_are_merged_into_their_sections():
 def test_a_wrong_setting_is_named(settings, says):
     with pytest.raises(ConfigError, match=says):
         LLM("nowhere", **settings)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"model"])
+def test_a_path_that_is_none_is_a_config_error(path):
+    with pytest.raises(ConfigError, match=r"path: got .*; give a str or a Path"):
+        LLM(path)
 
 
 def test_progress_is_shown_only_when_asked_for(llm, capsys):

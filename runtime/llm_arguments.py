@@ -1,0 +1,130 @@
+"""What the methods of `LLM` take. Anything else is an InvalidRequest that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import TypeGuard, cast
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.messages import SamplingParams
+
+MAX_N = 128  # as over HTTP
+
+Message = Mapping[str, object]
+
+
+def read_prompts(prompts: object) -> list[str | tuple[int, ...]]:
+    """One prompt or several: text, token ids (a sequence or a 1-D integer array), or a sequence of those."""
+    given = _listed(prompts)
+    if isinstance(given, str) or (_is_sequence(given) and len(given) > 0 and isinstance(given[0], Integral)):
+        return [read_prompt(given, "prompts")]
+    if not _is_sequence(given):
+        raise InvalidRequest(
+            f"prompts: got {_shown(prompts)}; give text, a list of token ids, or a list of either",
+            param="prompts",
+        )
+    return [read_prompt(one, "prompts", f"prompts[{index}]") for index, one in enumerate(given)]
+
+
+def read_prompt(prompt: object, param: str, place: str | None = None) -> str | tuple[int, ...]:
+    """One prompt, text or token ids. `place` says where in `param` it is."""
+    place = place or param
+    given = _listed(prompt)
+    if isinstance(given, str):
+        return checked_text(given, param, place)
+    if not _is_sequence(given):
+        raise InvalidRequest(
+            f"{place}: got {_shown(prompt)}; a prompt is text or a list of token ids", param=param
+        )
+    for index, one in enumerate(given):
+        if type(one) is not int and (isinstance(one, bool) or not isinstance(one, Integral)):
+            raise InvalidRequest(
+                f"{place}[{index}]: got {_shown(one)}; in a list of token ids each must be an int",
+                param=param,
+            )
+    return tuple(map(int, cast(Sequence[int], given)))
+
+
+def checked_text(text: str, param: str, place: str) -> str:
+    """The same text, if a tokenizer can read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{place}: character {error.start} is {text[error.start]!r}, half of a surrogate pair; give text "
+            "that has a UTF-8 form",
+            param=param,
+        ) from None
+    return text
+
+
+def read_conversations(messages: object) -> list[Sequence[Message]]:
+    """One conversation (messages) or several."""
+    if not _is_sequence(messages):
+        raise InvalidRequest(
+            f'messages: got {_shown(messages)}; give a list like [{{"role": "user", "content": "..."}}]',
+            param="messages",
+        )
+    if messages and _is_sequence(messages[0]):
+        return [read_conversation(one, f"messages[{index}]") for index, one in enumerate(messages)]
+    return [read_conversation(messages, "messages")]
+
+
+def read_conversation(messages: object, place: str) -> Sequence[Message]:
+    """One conversation: at least one message."""
+    if not _is_sequence(messages):
+        raise InvalidRequest(f"{place}: got {_shown(messages)}; give a list of messages", param="messages")
+    if not messages:
+        raise InvalidRequest(f"{place}: empty; give at least one message", param="messages")
+    for index, one in enumerate(messages):
+        if not isinstance(one, Mapping):
+            raise InvalidRequest(
+                f"{place}[{index}]: got {_shown(one)}; a message is a dict with role and content",
+                param="messages",
+            )
+    return cast(Sequence[Message], messages)
+
+
+def check_n(n: object) -> None:
+    """Answers per prompt."""
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
+        raise InvalidRequest(f"n: got {_shown(n)}; give an int from 1 to {MAX_N}", param="n")
+
+
+def read_sampling(sampling: object, prompts: int) -> Sequence[SamplingParams]:
+    """One for each of `prompts`, from one for all or one for each."""
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * prompts
+    if not _is_sequence(sampling):
+        raise InvalidRequest(
+            f"sampling: got {_shown(sampling)}; give SamplingParams(...), or a list of one for each prompt",
+            param="sampling",
+        )
+    for index, one in enumerate(sampling):
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequest(
+                f"sampling[{index}]: got {_shown(one)}; give SamplingParams(...)", param="sampling"
+            )
+    if len(sampling) != prompts:
+        raise InvalidRequest(
+            f"sampling: {len(sampling)} for {prompts} prompts; give one for each, or one for all",
+            param="sampling",
+        )
+    return cast(Sequence[SamplingParams], sampling)
+
+
+def _listed(value: object) -> object:
+    """Arrays of numpy and torch as lists; neither is imported."""
+    if not isinstance(value, str) and hasattr(value, "dtype") and hasattr(value, "tolist"):
+        listed: object = value.tolist()
+        return listed
+    return value
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _shown(value: object) -> str:
+    return f"{repr(value)[:60]} ({type(value).__name__})"
