@@ -164,28 +164,13 @@ def test_a_wrong_request_is_refused_before_anything_runs(llm, prompts, sampling,
     assert llm.stats.steps == before
 
 
-@pytest.mark.parametrize("n", [0, -1, 129, 1.5, "2", True, None])
-def test_a_wrong_n_is_refused(llm, n):
-    with pytest.raises(InvalidRequest, match=r"n: got .*; give an int from 1 to 128"):
-        llm.generate("a", GREEDY, n=n)
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ("hi", r"messages: got 'hi' \(str\); give a list like \[{\"role\""),
-        (None, r"messages: got None"),
-        ({"role": "user", "content": "hi"}, r"messages: got .*\(dict\)"),
-        ([], r"messages: empty"),
-        ([[]], r"messages\[0\]: empty"),
-        (["hi"], r"messages\[0\]: got 'hi' \(str\); a message is a dict"),
-        ([[{"role": "user", "content": "hi"}], None], r"messages\[1\]: got None"),
-        ([{"role": "user", "content": "\ud800"}], r"messages.*half of a surrogate pair"),
-    ],
-)
-def test_wrong_messages_are_refused(llm, messages, says):
-    with pytest.raises(InvalidRequest, match=says):
-        llm.chat(messages, GREEDY)
+def test_wrong_messages_and_a_wrong_n_are_refused(llm):
+    with pytest.raises(InvalidRequest, match=r"messages: got 'hi'"):
+        llm.chat("hi")
+    with pytest.raises(InvalidRequest, match=r"messages.*half of a surrogate pair"):
+        llm.chat([{"role": "user", "content": "\ud800"}])
+    with pytest.raises(InvalidRequest, match=r"n: got 1.5"):
+        llm.generate("a", n=1.5)
 
 
 @pytest.mark.parametrize(
