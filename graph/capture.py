@@ -14,7 +14,7 @@ from ostinato.graph.build import BuiltModel
 from ostinato.graph.facts import ModelFacts
 from ostinato.graph.hooks import CaptureHooks
 from ostinato.ops.step_inputs import StepInputs
-from ostinato.ops.weight_expr import load
+from ostinato.ops.weight_expr import CONSTANT, load
 
 MAX_STEP_TOKENS = 8192
 
@@ -149,7 +149,7 @@ def _name_weights(
         if spec.kind == InputKind.CONSTANT_TENSOR or target in built.constants:
             known = target in built.constants
             value = built.constants[target] if known else exported.constants[str(spec.target)]
-            target = f"constant:{target}"
+            target = f"{CONSTANT}{target}"
             constants[target] = value
         elif target not in built.params and target not in built.tied:
             raise CompileError(

@@ -15,6 +15,7 @@ from torch import Tensor
 # ["load", name] | ["concat", dim, [e...]] | ["stack", dim, [e...]] | ["slice", dim, start, stop, e]
 # | ["transpose", dim0, dim1, e] | ["reshape", [sizes], e] | ["cast", dtype name, e]
 Expr = list[Any]
+CONSTANT = "constant:"  # names that begin so are values of the traced model, not of a checkpoint
 
 
 def load(name: str) -> Expr:

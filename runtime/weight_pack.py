@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ostinato.errors import ArtifactError, CompileError, ModelError
 from ostinato.graph.checkpoint import DTYPES, TensorPlace, read_header
-from ostinato.ops.weight_expr import Expr, evaluate, sources
+from ostinato.ops.weight_expr import CONSTANT, Expr, evaluate, sources
 from ostinato.runtime.file_hash import hash_file
 
 ALIGN = 64
@@ -124,7 +124,8 @@ def _write(
         return (first, *inner[0]), specs[0][1]
     made = evaluate(expr, read)
     if made.numel():
-        if made.is_floating_point() and not _is_finite(made):
+        is_weight = made.is_floating_point() and not name.startswith(CONSTANT)  # a mask may hold -inf
+        if is_weight and not _is_finite(made):
             dtype = str(made.dtype).removeprefix("torch.")
             raise ModelError(
                 f"weight {name}, made of {', '.join(sources(expr))}: NaN or infinite values in {dtype}; "

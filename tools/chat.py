@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="artifact, model folder or GGUF file")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, metavar="X", help="default: the model's own")
-    parser.add_argument("--max-tokens", type=int, default=None, metavar="N", help="most tokens of an answer")
+    parser.add_argument(
+        "--max-tokens", type=int, default=1024, metavar="N", help="most tokens of an answer (default: 1024)"
+    )
     add_flags(parser, leave_out=("server",))
 
 
