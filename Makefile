@@ -5,12 +5,13 @@ RUN := $(VENV)/bin
 CACHE := .cache
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 ARTIFACT := $(CACHE)/SmolLM2-135M-Instruct
+PORT ?= 8000
 
 
 .PHONY: serve test check bench clean
 
 serve: $(ARTIFACT)/manifest.json
-	@$(RUN)/ostinato serve $(ARTIFACT) --server.served-name smollm2
+	@$(RUN)/ostinato serve $(ARTIFACT) --server.served-name smollm2 --server.port $(PORT)
 
 test: $(VENV)/installed $(MODEL)
 	@PATH="$(CURDIR)/$(RUN):$$PATH" sh scripts/test

@@ -145,4 +145,8 @@ def _say_farewell(writer: FrameWriter, wrong: Exception) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    # Not sys.exit: tearing down torch and Triton takes time, and Triton's bindings then print pages about leaks.
+    os._exit(code)

@@ -91,7 +91,7 @@ def _flag_value(value: object) -> str:
 def curl_line(url: str, model: str, config: EngineConfig) -> str:
     """A request that works when pasted into a shell."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": model, "messages": messages, "max_tokens": 64})  # small models may ramble
+    body = json.dumps({"model": model, "messages": messages, "temperature": 0, "max_tokens": 64})
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_key else ""
     json_header = "-H 'Content-Type: application/json'"
-    return f"curl {url}/v1/chat/completions {json_header}{key} \\\n  -d {shlex.quote(body)}"
+    return f"curl -s {url}/v1/chat/completions {json_header}{key} \\\n  -d {shlex.quote(body)}"
