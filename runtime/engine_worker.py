@@ -148,5 +148,5 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stderr.flush()
-    # Not sys.exit: tearing down torch and Triton takes time, and Triton's bindings then print pages about leaks.
+    # Not sys.exit: tearing down torch takes time, and Triton's bindings then print pages about leaks.
     os._exit(code)
