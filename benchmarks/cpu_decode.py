@@ -12,12 +12,18 @@ medians.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ostinato.runtime.openmp_spin import shorten_spin
+
+shorten_spin(os.environ)  # as in the server; for both sides, and before torch is loaded
+
+# ruff: noqa: E402
 import torch
 from torch import Tensor
 
