@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -49,6 +49,7 @@ from ostinato.runtime.artifact import (
     read_manifest,
     this_target,
 )
+from ostinato.runtime.compile_stages import Progress
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.program import lower
@@ -57,9 +58,6 @@ from ostinato.runtime.text import TextFrontEnd
 from ostinato.runtime.weight_pack import PackedFile, pack
 
 log = logging.getLogger(__name__)
-
-STAGES = ("read", "trace", "passes", "kernels", "weights", "proof", "write")
-Progress = Callable[[str, float], None]  # stage of STAGES, share of it that is done (0 to 1)
 
 
 def compile_model(

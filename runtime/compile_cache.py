@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ostinato.runtime.artifact import MANIFEST
-from ostinato.runtime.compile import Progress, compile_key, compile_model
+from ostinato.runtime.compile_stages import Progress
 from ostinato.runtime.config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,9 @@ def resolve_artifact(path: str | Path, config: EngineConfig, *, progress: Progre
                 "passes.dump_dir=%s: %s is compiled already, so no pass runs", config.passes.dump_dir, path
             )
         return path
+    # Imported here: with them comes transformers, which a finished artifact needs nothing of.
     from ostinato.graph.source import open_source
+    from ostinato.runtime.compile import compile_key, compile_model
 
     source = open_source(path)
     out = cache_root() / f"{source.path.stem}-{compile_key(source, config)[:16]}"

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ostinato.runtime.compile import STAGES
-from ostinato.runtime.compile import Progress as Report
+from ostinato.runtime.compile_stages import STAGES
+from ostinato.runtime.compile_stages import Progress as Report
 
 _WORDS = {
     "read": "reading the model",

@@ -1,0 +1,6 @@
+"""The stages of a compile, for whoever shows its progress. Kept apart: compile.py imports transformers."""
+
+from collections.abc import Callable
+
+STAGES = ("read", "trace", "passes", "kernels", "weights", "proof", "write")
+Progress = Callable[[str, float], None]  # stage of STAGES, share of it that is done (0 to 1)
