@@ -72,7 +72,7 @@ def header(name: str) -> dict[str, str]:
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
-        "cpu": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, {torch.get_num_threads()} threads",
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triton": _version("triton"),
         "commit": _commit(),
