@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, metavar="X", help="default: the model's own")
     parser.add_argument(
-        "--max-tokens", type=int, default=1024, metavar="N", help="most tokens of an answer (default: 1024)"
+        "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: 1024)"
     )
     add_flags(parser, leave_out=("server",))
 
@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = config.model_copy(update={"log_level": "WARNING"})
     with LLM(arguments.path, config=config) as llm:
         sampling = _sampling(arguments, llm.text.defaults.model_dump())
+        if sampling.max_tokens is None:  # a small model may ramble to the end of its window
+            sampling = sampling.model_copy(update={"max_tokens": 1024})
         opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
         messages = list(opening)
         while (line := _ask()) is not None:

@@ -78,7 +78,7 @@ def test_the_official_client_is_told_that_paris_is_the_capital_of_france(server)
 
 
 def test_the_printed_curl_line_works(server):
-    line = server.out[server.out.index("curl http") :].strip()
+    line = server.out[server.out.index("curl -s http") :].strip()
     (body,) = (part for part in line.split("'") if part.startswith("{"))
     status, answer = server.post("/v1/chat/completions", body.encode())
     assert status == 200

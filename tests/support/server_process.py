@@ -71,10 +71,10 @@ class ServerProcess:
         def is_ready() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log}")
-            return "curl http://" in self.out
+            return "curl -s http://" in self.out
 
         eventually(is_ready, START_S)
-        match = re.search(r"curl http://127\.0\.0\.1:(\d+)/", self.out)
+        match = re.search(r"curl -s http://127\.0\.0\.1:(\d+)/", self.out)
         assert match, self.out
         self.port = int(match[1])
 
