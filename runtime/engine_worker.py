@@ -145,8 +145,4 @@ def _say_farewell(writer: FrameWriter, wrong: Exception) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    sys.stderr.flush()
-    # Not sys.exit: tearing down torch takes time, and Triton's bindings then print pages about leaks.
-    os._exit(code)
+    sys.exit(main())
