@@ -1,7 +1,8 @@
-"""What the Triton launchers share: triton where it exists, rows of a tensor, the device to launch on."""
+"""What the Triton launchers share: triton once it is needed, rows of a tensor, the device to launch on."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,6 @@ from torch import Tensor
 
 from ostinato.errors import EngineError
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # there is no Triton for this system; references and native kernels do without
-    triton = None
-    tl = SimpleNamespace(constexpr=object)
-
 __all__ = [
     "KERNEL_FLOATS",
     "as_rows",
@@ -24,24 +18,70 @@ __all__ = [
     "jit",
     "on_device",
     "tl",
+    "triton_function",
     "with_dense_heads",
 ]
 
 KERNEL_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class constexpr:
+    """What a kernel's annotations say while triton is not imported: triton goes by the name of the class."""
+
+
+# Stands for `triton.language` in annotations; a module whose kernel is used gets the real one instead.
+tl: Any = SimpleNamespace(constexpr=constexpr)
+_making = RLock()
+
+
 def jit(body: Callable[..., None] | None = None, **options: Any) -> Any:
-    """`triton.jit`; where triton is missing, a kernel that raises EngineError when it is launched."""
-    if triton is None:
-        return _MissingKernel() if body is not None else lambda body: _MissingKernel()
-    return triton.jit(body, **options)
+    """`triton.jit`, put off until a kernel is launched or asked for: importing triton takes 0.1 s.
+
+    The first use puts triton's own objects in the place of the stand-ins in the kernel's module, so the
+    launches after it cost nothing more. Where triton is missing, that use raises EngineError.
+    """
+    return _Kernel(body, options) if body is not None else lambda body: _Kernel(body, options)
 
 
-class _MissingKernel:
+def triton_function(kernel: Any) -> Any:
+    """triton's object of a kernel made by `jit`; its `fn` is the Python function. Raises EngineError."""
+    return kernel.made() if isinstance(kernel, _Kernel) else kernel
+
+
+class _Kernel:
+    """A kernel that triton has not seen yet. `kernel[grid](...)` and every attribute are triton's."""
+
+    def __init__(self, body: Callable[..., None], options: dict[str, Any]) -> None:
+        self.fn, self._options = body, options
+        self._made: Any = None
+
+    def made(self) -> Any:
+        try:
+            import triton
+            import triton.language
+        except ImportError as error:
+            raise EngineError(
+                f"this op needs triton on a GPU, and `import triton` failed ({error}); install triton "
+                "(Linux only)"
+            ) from error
+        with _making:
+            if self._made is None:
+                self._made = triton.jit(self.fn, **self._options)
+                names = self.fn.__globals__
+                for name, value in list(names.items()):
+                    if value is tl:
+                        names[name] = triton.language
+                    elif isinstance(value, _Kernel):  # kernels call each other by these names
+                        names[name] = value.made()
+            return self._made
+
     def __getitem__(self, grid: Any) -> Any:
-        raise EngineError(
-            "this op needs triton on a GPU, and `import triton` failed; install triton (Linux only)"
-        )
+        return self.made()[grid]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # tools that look at every object of a module shall not import triton
+            raise AttributeError(name)
+        return getattr(self.made(), name)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from ostinato.ops import (
     rope_kv_write,
     silu_mul,
 )
+from ostinato.ops.launch import triton_function
 
 INDEX = {"slots": "*i64", "block_tables": "*i32", "seq_lens": "*i32", "query_start": "*i32"}
 SCALARS = dict.fromkeys(("eps", "offset", "scale", "softcap"), "fp32")
@@ -43,12 +44,13 @@ CONSTANTS: dict[ModuleType, dict[str, Any]] = {
 
 def compile_for_hopper(module: ModuleType) -> int:
     """Size of the cubin in bytes."""
-    names, constants = module._kernel.arg_names, CONSTANTS[module]
+    kernel, constants = triton_function(module._kernel), CONSTANTS[module]
+    names = kernel.arg_names
     types = dict.fromkeys(names, "i32") | dict.fromkeys(TENSORS & set(names), "*bf16")
     types |= {name: kind for name, kind in (INDEX | SCALARS).items() if name in names}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
-        module._kernel, signature=types, constexprs={(names.index(name),): v for name, v in constants.items()}
+        kernel, signature=types, constexprs={(names.index(name),): v for name, v in constants.items()}
     )
     return len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])
 

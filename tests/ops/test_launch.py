@@ -1,0 +1,44 @@
+"""Triton stays out of a process that launches none of its kernels."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ostinato.errors import EngineError
+from ostinato.ops import launch
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_every_op_does_not_import_triton_and_asking_for_a_kernel_does() -> None:
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    code = """
+import sys
+from ostinato.ops import all_ops, paged_attention
+from ostinato.ops.launch import triton_function
+there = "triton" in sys.modules
+late = paged_attention._kernel
+body = late.fn
+kernel = triton_function(late)
+import triton
+print(
+    there, kernel.fn is body, late.arg_names[0], paged_attention._kernel is kernel,
+    type(paged_attention._tanh) is type(kernel), paged_attention.tl is triton.language,
+    triton_function(kernel) is kernel,
+)
+"""
+    assert run(code) == "False True q True True True True"
+
+
+def test_a_kernel_without_triton_is_an_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+
+    @launch.jit(do_not_specialize=["x"])
+    def kernel(x: int) -> None: ...
+
+    with pytest.raises(EngineError, match=r"needs triton on a GPU, and .* install triton"):
+        kernel[1](0)
