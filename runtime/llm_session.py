@@ -89,16 +89,23 @@ class Session:
         self._loop.close()
 
     def encode(self, prompt: str | tuple[int, ...]) -> Input:
-        """An input from text or token ids."""
-        if isinstance(prompt, str):
-            return Input(prompt, tuple(self.text.encode(prompt)) if prompt else ())
-        return Input(None, prompt)
+        """An input from text or token ids. ContextTooLong for text that leaves no room for an answer."""
+        if not isinstance(prompt, str):
+            return Input(None, prompt)
+        if not prompt:
+            return Input(prompt, ())
+        return Input(prompt, tuple(self.text.encode_within(self._window, prompt, param="prompt")))
 
     def render(self, messages: Sequence[Mapping[str, object]], **template: Any) -> Input:
         """An input from a conversation, through the model's chat template."""
         text = self.text.render_chat([dict(message) for message in messages], **template)
         checked_text(text, "messages", "messages, rendered by the chat template")
-        return Input(text, tuple(self.text.encode(text, add_special_tokens=False)))
+        ids = self.text.encode_within(self._window, text, param="messages", add_special_tokens=False)
+        return Input(text, tuple(ids))
+
+    @property
+    def _window(self) -> int:
+        return self.client.info.max_model_len
 
     def jobs(
         self, inputs: Sequence[Input], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int

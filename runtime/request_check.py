@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ostinato.errors import ContextTooLong, InvalidRequest
+from ostinato.errors import InvalidRequest
 from ostinato.runtime.messages import EngineInfo, GenerateRequest
+from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.sampling.sampling_check import validate_sampling
 
 
@@ -15,12 +16,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
-    if len(prompt) >= info.max_model_len:
-        raise ContextTooLong(
-            f"the prompt has {len(prompt)} tokens: the context window is {info.max_model_len} tokens and the "
-            f"answer needs at least one of them; shorten the prompt to {info.max_model_len - 1} tokens",
-            param="prompt",
-        )
+    room_left(len(prompt), info.max_model_len, param="prompt")
     if min(prompt) < 0 or max(prompt) >= info.vocab_size:
         wrong = next(token_id for token_id in prompt if not 0 <= token_id < info.vocab_size)
         raise InvalidRequest(

@@ -19,8 +19,10 @@ from jinja2 import TemplateSyntaxError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from ostinato.errors import ArtifactError, ContextTooLong, InvalidRequest
+from ostinato.errors import ArtifactError, InvalidRequest
 from ostinato.runtime.detokenizer import TokenCodec
+from ostinato.runtime.prompt_room import room_left
+from ostinato.runtime.token_bound import TokenBound
 
 T = TypeVar("T")
 
@@ -64,6 +66,7 @@ class TextFrontEnd:
         self.defaults = defaults or SamplingDefaults()
         self.special_tokens = special_tokens or {}
         self._tokenizer = tokenizer
+        self._bound = TokenBound(tokenizer)
         self._bos = self.special_tokens.get("bos_token")
         self._bos_id = None if self._bos is None else tokenizer.token_to_id(self._bos)
         self._add_bos = add_bos
@@ -111,6 +114,15 @@ class TextFrontEnd:
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run `work` on a tokenizer thread, so that a long prompt delays nobody else."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def encode_within(
+        self, window: int, text: str, *, param: str, add_special_tokens: bool = True
+    ) -> list[int]:
+        """`encode` for a context window: ContextTooLong, for a huge text before it is tokenised."""
+        self._bound.check(text, window, param=param)
+        ids = self.encode(text, add_special_tokens=add_special_tokens)
+        room_left(len(ids), window, param=param)
+        return ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. BOS is never doubled when the text already begins with it."""
@@ -165,15 +177,18 @@ class TextFrontEnd:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        window: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Token ids of a conversation; with `window` as in `encode_within`.
 
         The template writes BOS itself, so by default no special token is added.
         """
         text = self.render_chat(
             messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        if window is None:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return self.encode_within(window, text, param="messages", add_special_tokens=add_special_tokens)
 
     def check_template(self) -> None:
         """Compile the chat template now: ArtifactError when it is no valid Jinja."""
@@ -182,21 +197,6 @@ class TextFrontEnd:
         except InvalidRequest as refusal:  # it compiled; it may refuse this message as it may any other
             if isinstance(error := refusal.__cause__, TemplateSyntaxError):
                 raise ArtifactError(f"chat template, line {error.lineno}: {error.message}") from None
-
-
-def room_left(prompt_tokens: int, window: int, *, param: str) -> int:
-    """Tokens that may still be generated after this prompt.
-
-    A prompt must leave room for one: ContextTooLong names both numbers.  A larger `max_tokens` is no error;
-    it is an upper bound, cut to what this returns.
-    """
-    if prompt_tokens >= window:
-        raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens; the model's context window is {window} tokens and must "
-            "hold the prompt and at least one generated token; shorten the prompt",
-            param=param,
-        )
-    return window - prompt_tokens
 
 
 def _render(

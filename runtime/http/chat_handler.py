@@ -33,9 +33,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             limit=fields.token_limit,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         )
-        prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields))
+        window = state.engine.info.max_model_len
+        prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
         check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
-        sampling = fit(sampling, prompt_ids, state.engine.info.max_model_len, param="messages")
+        sampling = fit(sampling, prompt_ids, window, param="messages")
         answer = ChatAnswer(state, fields)
         choices = make_choices(
             state,
@@ -55,14 +56,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return web.Response(text=answer.body(choices, whole), content_type="application/json")
 
 
-def chat_prompt_ids(text: TextFrontEnd, fields: ChatRequest | TokenizeRequest) -> list[int]:
-    """Token ids of the rendered conversation; the same for /tokenize."""
+def chat_prompt_ids(
+    text: TextFrontEnd, fields: ChatRequest | TokenizeRequest, window: int | None = None
+) -> list[int]:
+    """Token ids of the rendered conversation, which must fit into `window`; the same for /tokenize."""
     messages = template_messages(fields.messages or [], text.chat_template or "")
     return text.encode_chat(
         messages,
         add_generation_prompt=fields.add_generation_prompt is not False,
         add_special_tokens=bool(fields.add_special_tokens),
         template_kwargs=fields.chat_template_kwargs,
+        window=window,
     )
 
 

@@ -17,6 +17,7 @@ from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
 from ostinato.runtime.http.event_stream import stream_events
 from ostinato.runtime.http.request_rules import MAX_CHOICES, check_prompt, fit, read_request, sampling_params
 from ostinato.runtime.http.server_state import STATE, ServerState
+from ostinato.runtime.prompt_room import room_left
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for this route
 
@@ -64,14 +65,19 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def _prompts(state: ServerState, fields: CompletionRequest) -> list[tuple[str | None, list[int]]]:
     """Text (None when the client sent ids) and token ids of each prompt."""
-    prompt, text = fields.prompt, state.text
-    vocab_size = state.engine.info.vocab_size
+    prompt, text, info = fields.prompt, state.text, state.engine.info
     special = fields.add_special_tokens is not False
+    named = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+
+    def param(at: int) -> str:
+        return f"prompt[{at}]" if named else "prompt"
 
     def encode(texts: list[str]) -> list[tuple[str | None, list[int]]]:
-        return [(one, text.encode(one, add_special_tokens=special)) for one in texts]
+        return [
+            (one, text.encode_within(info.max_model_len, one, param=param(at), add_special_tokens=special))
+            for at, one in enumerate(texts)
+        ]
 
-    named = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     result: list[tuple[str | None, list[int]]]
     if isinstance(prompt, str):
         result = await text.off_loop(lambda: encode([prompt]))
@@ -84,7 +90,8 @@ async def _prompts(state: ServerState, fields: CompletionRequest) -> list[tuple[
         result = [(None, [one for one in prompt if isinstance(one, int)])]
     for at, (one, ids) in enumerate(result):
         # An empty text is refused though BOS would make it one token: nobody means it.
-        check_prompt([] if one == "" else ids, vocab_size, f"prompt[{at}]" if named else "prompt")
+        check_prompt([] if one == "" else ids, info.vocab_size, param(at))
+        room_left(len(ids), info.max_model_len, param=param(at))
     return result
 
 

@@ -14,7 +14,7 @@ from ostinato.runtime.http.api_schema import SamplingRequest, Wire
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.http.strict_json import parse_object
 from ostinato.runtime.messages import SamplingParams
-from ostinato.runtime.text import room_left
+from ostinato.runtime.prompt_room import room_left
 
 W = TypeVar("W", bound=Wire)
 

@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 
-from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded
+from ostinato.errors import InvalidRequest, Overloaded
 from ostinato.runtime.config import SchedulerConfig
 from ostinato.runtime.messages import GenerateRequest
+from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.scheduling.block_pool import BlockPool
 from ostinato.runtime.scheduling.plan import Outcome, Plan, PlanEntry
 from ostinato.runtime.scheduling.sequence import Phase, Sequence
@@ -88,12 +89,7 @@ class Scheduler:
         length = len(request.prompt_token_ids)
         if length == 0:
             raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
-        if length >= self.window:
-            raise ContextTooLong(
-                f"the prompt has {length} tokens, the context window {self.window} tokens, of which "
-                f"the answer needs at least one: shorten the prompt to {self.window - 1} tokens",
-                param="prompt",
-            )
+        room_left(length, self.window, param="prompt")
         if request.request_id in self._live:
             raise InvalidRequest(
                 f"request_id={request.request_id!r}: a request with this id is running; choose another",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.errors import ArtifactError, ContextTooLong, InvalidRequest
+from ostinato.errors import ArtifactError, InvalidRequest
 from ostinato.runtime.http.chat_messages import ChatMessage, template_messages
-from ostinato.runtime.text import TextFrontEnd, room_left
+from ostinato.runtime.text import TextFrontEnd
 from tests.support.toy_text import BOS, CHATML, EOS, front_end, tokenizer, tokenizer_json
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -181,18 +181,6 @@ def test_dumped_answer_can_be_sent_back():
         "function_call": None, "tool_calls": None,
     }  # fmt: skip
     assert template_messages(messages(dumped), CHATML) == [{"role": "assistant", "content": "hi"}]
-
-
-@pytest.mark.parametrize(("prompt", "left"), [(1, 63), (60, 4), (63, 1)])
-def test_room_behind_a_prompt(prompt: int, left: int):
-    assert room_left(prompt, 64, param="prompt") == left
-
-
-@pytest.mark.parametrize("prompt", [64, 1000])
-def test_prompt_that_fills_the_window_is_refused_with_both_numbers(prompt: int):
-    with pytest.raises(ContextTooLong, match=rf"{prompt} tokens.* 64 tokens") as caught:
-        room_left(prompt, 64, param="prompt")
-    assert caught.value.param == "prompt"
 
 
 async def test_long_prompt_is_encoded_off_the_loop():

@@ -1,0 +1,21 @@
+"""Does a prompt fit into the context window? The one rule, for server, `LLM`, engine and scheduler."""
+
+from __future__ import annotations
+
+from ostinato.errors import ContextTooLong
+
+
+def room_left(prompt_tokens: int, window: int, *, param: str, at_least: bool = False) -> int:
+    """Tokens that may still be generated after this prompt.
+
+    A prompt must leave room for one: ContextTooLong names both numbers; `at_least`: the first is a lower
+    bound.  A larger `max_tokens` is no error; it is an upper bound, cut to what this returns.
+    """
+    if prompt_tokens >= window:
+        count = f"at least {prompt_tokens}" if at_least else f"{prompt_tokens}"
+        raise ContextTooLong(
+            f"the prompt has {count} tokens: the context window is {window} tokens and the answer needs at "
+            f"least one of them; shorten the prompt to {window - 1} tokens",
+            param=param,
+        )
+    return window - prompt_tokens
