@@ -172,8 +172,11 @@ def check_fit(manifest: Manifest) -> None:
         )
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Raise ArtifactError naming the first file whose size or content is not what the manifest says."""
+def verify_files(folder: Path, manifest: Manifest, *, digest: Callable[[Path], str] = hash_file) -> None:
+    """Raise ArtifactError naming the first file whose size or content is not what the manifest says.
+
+    `digest` gives a file's hash; a FileHashes has them ready, or nearly so.
+    """
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -183,14 +186,16 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise ArtifactError(
                 f"{path}: {size} bytes, the manifest says {record.bytes}; compile the model again"
             )
-        if hash_file(path) != record.digest:
+        if digest(path) != record.digest:
             raise ArtifactError(
                 f"{path}: content does not match the manifest's hash; compile the model again"
             )
 
 
-def load_artifact(folder: Path, config: EngineConfig | None = None) -> LoadedModel:
-    """Verify and load an artifact; no compiler, no tracing.
+def load_artifact(
+    folder: Path, config: EngineConfig | None = None, *, digest: Callable[[Path], str] = hash_file
+) -> LoadedModel:
+    """Verify and load an artifact; no compiler, no tracing. `digest`: see `verify_files`.
 
     Settings of `config` that only a compile can honour, and this artifact's did not, are named in a warning.
 
@@ -199,7 +204,7 @@ def load_artifact(folder: Path, config: EngineConfig | None = None) -> LoadedMod
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_fit(manifest)
-    verify_files(folder, manifest)
+    verify_files(folder, manifest, digest=digest)
     if config is not None and (late := settings_too_late(manifest, config)):
         log.warning(
             "%s is compiled already, without %s, which has no effect now; compile %s with it, or drop it",

@@ -6,10 +6,13 @@ thread, also from one that runs a loop already (a notebook).
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +20,7 @@ from ostinato import log as logs
 from ostinato.errors import ConfigError
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, read_settings
+from ostinato.runtime.file_hash import hashes_ahead
 from ostinato.runtime.llm_arguments import (
     Message,
     read_conversation,
@@ -61,14 +65,18 @@ class LLM:
         logs.setup(config.log_level)
         if "torch" not in sys.modules:
             shorten_spin(os.environ)
-        # Imported here: a wrong setting is reported without waiting for torch, and after the line above.
-        from ostinato.runtime.compile_cache import resolve_artifact
-        from ostinato.runtime.engine_thread import EngineThread
-        from ostinato.runtime.progress import compile_progress
+        with hashes_ahead(Path(path).expanduser()) as digest:
+            # Imported here: a wrong setting is reported without waiting for torch, and after the lines above.
+            with _collector_paused():
+                from ostinato.runtime.artifact import load_artifact
+                from ostinato.runtime.compile_cache import resolve_artifact
+                from ostinato.runtime.engine_thread import EngineThread
+                from ostinato.runtime.progress import compile_progress
 
-        with compile_progress(Path(path).name, show=progress) as report:
-            folder = resolve_artifact(path, config, progress=report)
-        self._open(EngineThread(folder, config), TextFrontEnd.load(folder / "tokenizer"), config)
+            with compile_progress(Path(path).name, show=progress) as report:
+                folder = resolve_artifact(path, config, progress=report)
+            engine = EngineThread(folder, config, load=partial(load_artifact, digest=digest))
+            self._open(engine, TextFrontEnd.load(folder / "tokenizer"), config)
 
     @classmethod
     def over(cls, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> Self:
@@ -188,6 +196,18 @@ class LLM:
 
         with generate_progress(len(jobs) * n, show=progress) as advance:
             return self._session.run(self._session.answer_all(jobs, advance))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Imports make a million objects that stay; looking for garbage among them takes 0.1 s."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def configured(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
