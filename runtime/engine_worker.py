@@ -15,11 +15,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato import log as logs
 from ostinato.errors import EngineDead, EngineError
+from ostinato.runtime.file_hash import hashes_ahead
 from ostinato.runtime.frames import FrameReader, FrameWriter, Message, Start
 from ostinato.runtime.messages import Abort, Fatal, GenerateRequest
 
@@ -58,20 +60,22 @@ def _serve(
     if start is None:
         return
     logs.setup(start.config.log_level)
-    # Imported here: the parent may hang up first, and importing torch takes a second.
-    from ostinato.runtime.cpu_threads import bound_threads, plan_threads
-    from ostinato.runtime.engine import Engine
-    from ostinato.runtime.inbox import Inbox
+    folder = Path(start.artifact)
+    with hashes_ahead(folder) as digest:
+        # Imported here: the parent may hang up first, and importing torch takes a second.
+        from ostinato.runtime.cpu_threads import bound_threads, plan_threads
+        from ostinato.runtime.engine import Engine
+        from ostinato.runtime.inbox import Inbox
 
-    if load is None:
-        from ostinato.runtime.artifact import load_artifact
+        if load is None:
+            from ostinato.runtime.artifact import load_artifact
 
-        load = load_artifact
-    inbox = Inbox()
-    inbox.put(*early)
-    listener = threading.Thread(target=_listen, args=(sock, reader, inbox.put, inbox.close), daemon=True)
-    listener.start()  # before the binding below: a new thread inherits its maker's core
-    model = load(Path(start.artifact), start.config)
+            load = partial(load_artifact, digest=digest)
+        inbox = Inbox()
+        inbox.put(*early)
+        listener = threading.Thread(target=_listen, args=(sock, reader, inbox.put, inbox.close), daemon=True)
+        listener.start()  # before the binding below: a new thread inherits its maker's core
+        model = load(folder, start.config)
     with bound_threads(plan_threads(start.config.cpu), start_team=model.start_team):
         engine = Engine(model, start.config, inbox=inbox)
         gc.collect()
