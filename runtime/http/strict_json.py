@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 
 from ostinato.errors import InvalidRequest
 
 MAX_KEYS = 4096  # of one object; no request needs more, and each unknown one costs memory when it is refused
+_SHOWN = 20  # characters of a number that is refused
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(body: bytes) -> dict[str, object]:
     """The JSON object in `body`.
 
-    Stricter than `json.loads`: refused are NaN and Infinity, numbers that overflow to infinity, a key that
-    comes twice in one object, bytes that are not UTF-8, half a surrogate pair in a string, nesting beyond the
-    interpreter's recursion limit (about 1000) and anything but an object on top.  The content type of the
-    request does not matter.
+    Stricter than `json.loads`: refused are NaN and Infinity, numbers that overflow to infinity, integers of
+    more than 4300 digits, a key that comes twice in one object, bytes that are not UTF-8, half a surrogate
+    pair in a string, nesting beyond the interpreter's recursion limit (about 1000) and anything but an object
+    on top.  The content type of the request does not matter.
     """
     if not body.strip():
         raise InvalidRequest("the request body is empty; send a JSON object")
@@ -48,30 +50,68 @@ def parse(text: str, what: str, *, param: str | None = None) -> object:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise InvalidRequest(f"{what} is not valid JSON: {error.msg} at {where}", param=param) from None
-    except ValueError as error:  # our hooks, and integers of more than 4300 digits
+    except _Refused as error:
         raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param) from None
+    except _TooLarge as error:
+        start, rest = re.escape(error.digits[:_SHOWN]), max(0, len(error.digits) - _SHOWN)
+        number = rf"{start}[\d.eE+-]{{{rest}}}"
+        raise InvalidRequest(_too_large(text, what, number), param=param) from None
+    except ValueError:  # the one that is left: an integer of more digits than the interpreter reads
+        digits = rf"-?\d{{{sys.get_int_max_str_digits() + 1},}}+"
+        raise InvalidRequest(_too_large(text, what, digits), param=param) from None
+
+
+class _Refused(ValueError):
+    """Said by a hook of ours."""
+
+
+class _TooLarge(ValueError):
+    """A number that no float can hold."""
+
+    def __init__(self, digits: str) -> None:
+        super().__init__()
+        self.digits = digits
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(pairs) > MAX_KEYS:
-        raise ValueError(f"an object has {len(pairs)} keys; at most {MAX_KEYS} are read")
+        raise _Refused(f"an object has {len(pairs)} keys; at most {MAX_KEYS} are read")
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} comes twice")
+        raise _Refused(f"the key {twice[:80]!r} comes twice")
     return result
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _Refused(f"{name} is not a JSON number")
 
 
 def _finite_float(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"the number {digits[:40]} is too large")
+        raise _TooLarge(digits)
     return value
+
+
+def _too_large(text: str, what: str, number: str) -> str:
+    """The refusal of the first `number` (a pattern) in `text`, with its place.
+
+    One pass of the regex engine over all in front of it: strings, other numbers, and what is neither.
+    """
+    before = re.compile(
+        rf'(?:[^"\d-]++|"(?:[^"\\]++|\\.)*+"|(?!{number}(?![\d.eE+-]))-?[\d.eE+-]++)*+([\d.eE+-]{{0,{_SHOWN}}})',
+        re.DOTALL,
+    )
+    found = before.match(text)
+    assert found is not None  # it matches the empty text too
+    at = found.start(1)
+    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+    return (
+        f"{what} has a number at line {line} column {column} that is too large: it begins with {found[1]}; "
+        f"at most {sys.get_int_max_str_digits()} digits and 1.8e308 can be read"
+    )
 
 
 def _kind(value: object) -> str:

@@ -35,6 +35,7 @@ BODIES = [
     b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b'{"messages": ' + b'[{"a":' * 100_000,
     b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+    b'{"prompt": [' + b"1" * 4301 + b'], "messages": [], "tokens": []}',
 ]
 
 
@@ -53,6 +54,38 @@ async def test_bodies_that_are_no_request_get_400(served: Served, path: str):
 async def test_content_type_does_not_matter_when_the_body_is_json(served: Served, content_type: str):
     status, _ = await served.post(CHAT, GOOD, **{"Content-Type": content_type})
     assert status == 200
+
+
+HUGE = "the quick brown fox " * 300_000  # 6 MB
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": HUGE}]}, "messages"),
+        ("/v1/completions", {"prompt": HUGE}, "prompt"),
+        ("/v1/completions", {"prompt": ["hi", HUGE]}, "prompt[1]"),
+        ("/v1/completions", {"prompt": ["hi", "the quick brown fox " * 40]}, "prompt[1]"),
+        ("/v1/completions", {"prompt": [[1], [1] * 64]}, "prompt[1]"),
+    ],
+    ids=["chat", "text", "texts", "texts, near", "ids"],
+)
+async def test_a_prompt_over_the_window_is_named_and_a_huge_one_never_tokenised(
+    served: Served, monkeypatch, path: str, fields: dict, param: str
+):
+    encode = served.state.text.encode
+
+    def checked(text: str, **rest: bool) -> list[int]:
+        assert len(text) < 1000, "tokenised"
+        return encode(text, **rest)
+
+    monkeypatch.setattr(served.state.text, "encode", checked)
+    status, body = await served.post(path, fields)
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert body["error"]["param"] == param
+    assert "context window is 64 tokens" in body["error"]["message"]
+    assert ("at least 50000" in body["error"]["message"]) == (HUGE in json.dumps(fields))
+    assert served.engine.requests == []
 
 
 async def test_error_body_is_bounded_whatever_the_client_sent(served: Served):
