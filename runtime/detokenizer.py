@@ -40,7 +40,8 @@ class TokenCodec:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        decoder = json.loads(tokenizer.to_str())["decoder"]
+        # The decoder alone: the JSON of a whole tokenizer takes as long to write as the file to read.
+        decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None
         self._to_bytes, self._strip = _read_decoder(decoder)
         self._bytes: dict[int, bytes] = {}
 
