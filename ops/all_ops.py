@@ -8,5 +8,6 @@ from ostinato.ops import (  # noqa: F401
     paged_attention,
     rms_norm,
     rope_kv_write,
+    rope_table,
     silu_mul,
 )

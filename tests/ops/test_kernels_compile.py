@@ -13,6 +13,7 @@ OPS = [
     "rms_norm",
     "add_rms_norm",
     "kv_write",
+    "rope_table",
     "rope_kv_write",
     "paged_attention",
 ]

@@ -18,12 +18,14 @@ from ostinato.ops import (
     paged_attention,
     rms_norm,
     rope_kv_write,
+    rope_table,
     silu_mul,
 )
 from ostinato.ops.launch import triton_function
 
 INDEX = {"slots": "*i64", "block_tables": "*i32", "seq_lens": "*i32", "query_start": "*i32"}
-SCALARS = dict.fromkeys(("eps", "offset", "scale", "softcap"), "fp32")
+INDEX |= {"positions": "*i64", "inv_freq": "*fp32"}
+SCALARS = dict.fromkeys(("eps", "offset", "scale", "scaling", "softcap"), "fp32")
 TENSORS = {"gate", "up", "x", "residual", "weight", "normed", "total", "q", "k", "v", "cos", "sin"}
 TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "out"}
 HEADS = {"D": 96, "E": 64, "B": 16}
@@ -33,6 +35,7 @@ CONSTANTS: dict[ModuleType, dict[str, Any]] = {
     rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024},
     add_rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024},
     kv_write: {"B": 16, "BLOCK": 128},
+    rope_table: {"HALF": 48, "BLOCK": 128, "PDL": True},
     rope_kv_write: HEADS
     | {"H": 4, "G": 2, "R": 64, "NORM_Q": True, "NORM_K": False, "ROUND_FIRST": True, "INTERLEAVED": False}
     | {"BLOCK": 128},
