@@ -27,6 +27,7 @@ from ostinato.runtime.llm_arguments import (
     read_conversations,
     read_prompt,
     read_prompts,
+    read_template_kwargs,
 )
 from ostinato.runtime.llm_session import Input, Session
 from ostinato.runtime.messages import EngineInfo, EngineStats, SamplingParams
@@ -61,6 +62,11 @@ class LLM:
         """
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"path: got {path!r:.60} ({type(path).__name__}); give a str or a Path")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config: got {config!r:.60} ({type(config).__name__}); give an EngineConfig, or settings as "
+                'keywords, as in LLM(path, kv={"max_gib": 2})'
+            )
         config = configured(config or EngineConfig(), settings)
         logs.setup(config.log_level)
         if "torch" not in sys.modules:
@@ -158,7 +164,7 @@ class LLM:
             self._session.render(
                 one,
                 add_generation_prompt=add_generation_prompt,
-                template_kwargs=template_kwargs,
+                template_kwargs=read_template_kwargs(template_kwargs),
             )
             for one in read_conversations(messages)
         ]

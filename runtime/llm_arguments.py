@@ -86,6 +86,19 @@ def read_conversation(messages: object, place: str) -> Sequence[Message]:
     return cast(Sequence[Message], messages)
 
 
+def read_template_kwargs(template_kwargs: object) -> dict[str, object] | None:
+    """Further variables of the chat template."""
+    if template_kwargs is None:
+        return None
+    if not isinstance(template_kwargs, Mapping) or not all(isinstance(name, str) for name in template_kwargs):
+        raise InvalidRequest(
+            f"template_kwargs: got {_shown(template_kwargs)}; give a dict of names and values, as in "
+            '{"enable_thinking": False}',
+            param="template_kwargs",
+        )
+    return dict(template_kwargs)
+
+
 def check_n(n: object) -> None:
     """Answers per prompt."""
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
