@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.check import FLOATS, check_scale_type, check_shapes, check_types
-from ostinato.ops.launch import KERNEL_FLOATS, as_rows, ceil_to_power_of_2, jit, on_device, tl
+from ostinato.ops.launch import (
+    KERNEL_FLOATS,
+    as_rows,
+    ceil_to_power_of_2,
+    has_pdl,
+    jit,
+    on_device,
+    tl,
+)
 from ostinato.ops.rms_norm import rms_norm_reference, scaled, warps_for_row
 
 
@@ -36,17 +44,21 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     offset,
     ROUND_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < D
     kept_type = total.dtype.element_ty
+    weights = tl.load(weight + at, mask=live, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32)
     values += tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32)
     tl.store(total + row * D + at, values.to(kept_type), mask=live)
     values = values.to(kept_type).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(values * values, 0) / D + eps)
-    weights = tl.load(weight + at, mask=live, other=0.0)
     tl.store(normed + row * D + at, scaled(values, rstd, weights, offset, kept_type, ROUND_FIRST), mask=live)
 
 
@@ -88,7 +100,9 @@ def _launch(
             offset,
             ROUND_FIRST=round_first,
             BLOCK=block,
+            PDL=has_pdl(x),
             num_warps=warps_for_row(block),
+            launch_pdl=has_pdl(x),
         )
     return normed, total
 

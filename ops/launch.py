@@ -1,20 +1,23 @@
 """What the Triton launchers share: triton once it is needed, rows of a tensor, the device to launch on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import update_wrapper
 from threading import RLock
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ostinato.errors import EngineError
+from ostinato.ops.gpu_kernels import GpuKernel, capability
 
 __all__ = [
     "KERNEL_FLOATS",
     "as_rows",
     "ceil_to_power_of_2",
+    "has_pdl",
     "jit",
     "on_device",
     "tl",
@@ -29,7 +32,7 @@ class constexpr:
     """What a kernel's annotations say while triton is not imported: triton goes by the name of the class."""
 
 
-# Stands for `triton.language` in annotations; a module whose kernel is used gets the real one instead.
+# Stands for `triton.language` in annotations; a kernel that is used gets the real one instead.
 tl: Any = SimpleNamespace(constexpr=constexpr)
 _making = RLock()
 
@@ -37,8 +40,8 @@ _making = RLock()
 def jit(body: Callable[..., None] | None = None, **options: Any) -> Any:
     """`triton.jit`, put off until a kernel is launched or asked for: importing triton takes 0.1 s.
 
-    The first use puts triton's own objects in the place of the stand-ins in the kernel's module, so the
-    launches after it cost nothing more. Where triton is missing, that use raises EngineError.
+    Triton sees a copy of the body whose globals hold triton's own objects in the place of our stand-ins.
+    Where triton is missing, the first use raises EngineError.
     """
     return _Kernel(body, options) if body is not None else lambda body: _Kernel(body, options)
 
@@ -49,11 +52,16 @@ def triton_function(kernel: Any) -> Any:
 
 
 class _Kernel:
-    """A kernel that triton has not seen yet. `kernel[grid](...)` and every attribute are triton's."""
+    """A kernel that triton has not seen yet.
+
+    `kernel[grid](...)` runs in Triton's interpreter on CPU tensors, and on a GPU as `gpu_kernels` has it;
+    every other attribute is triton's.
+    """
 
     def __init__(self, body: Callable[..., None], options: dict[str, Any]) -> None:
         self.fn, self._options = body, options
         self._made: Any = None
+        self._on_gpu: GpuKernel | None = None
 
     def made(self) -> Any:
         try:
@@ -66,22 +74,49 @@ class _Kernel:
             ) from error
         with _making:
             if self._made is None:
-                self._made = triton.jit(self.fn, **self._options)
                 names = self.fn.__globals__
-                for name, value in list(names.items()):
-                    if value is tl:
-                        names[name] = triton.language
-                    elif isinstance(value, _Kernel):  # kernels call each other by these names
-                        names[name] = value.made()
+                seen = {name: triton.language for name, value in names.items() if value is tl}
+                called = {id(kernel): kernel.made() for kernel in self._called()}
+                seen |= {name: called[id(value)] for name, value in names.items() if id(value) in called}
+                body = FunctionType(
+                    self.fn.__code__, {**names, **seen}, self.fn.__name__, self.fn.__defaults__
+                )
+                self._made = triton.jit(update_wrapper(body, self.fn), **self._options)
             return self._made
 
+    def _modules(self) -> Iterator[str]:
+        yield self.fn.__module__
+        for kernel in self._called():
+            yield from kernel._modules()
+
+    def _called(self) -> Iterator["_Kernel"]:
+        for name in self.fn.__code__.co_names:
+            value = self.fn.__globals__.get(name)
+            if isinstance(value, _Kernel) and value is not self:
+                yield value
+
     def __getitem__(self, grid: Any) -> Any:
-        return self.made()[grid]
+        def call(*args: Any, **kwargs: Any) -> None:
+            if isinstance(args[0], Tensor) and args[0].is_cuda:
+                if self._on_gpu is None:
+                    plain = self._options.get("do_not_specialize", ())
+                    self._on_gpu = GpuKernel(self.fn, [*self._modules()], plain, self.made)
+                self._on_gpu.launch(grid, args, kwargs)
+            else:
+                kwargs.pop("launch_pdl", None)  # the interpreter knows no launch options but these
+                self.made()[grid](*args, **kwargs)
+
+        return call
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # tools that look at every object of a module shall not import triton
             raise AttributeError(name)
         return getattr(self.made(), name)
+
+
+def has_pdl(x: Tensor) -> bool:
+    """Whether a kernel on the device of `x` may begin before the last one ends (dependent launch)."""
+    return x.is_cuda and capability() >= 90
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.check import FLOATS, check_scale_type, check_shapes, check_types
-from ostinato.ops.launch import KERNEL_FLOATS, as_rows, ceil_to_power_of_2, jit, on_device, tl
+from ostinato.ops.launch import (
+    KERNEL_FLOATS,
+    as_rows,
+    ceil_to_power_of_2,
+    has_pdl,
+    jit,
+    on_device,
+    tl,
+)
 
 
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
@@ -37,14 +45,26 @@ def scaled(x, rstd, weight, offset, kept_type: tl.constexpr, ROUND_FIRST: tl.con
 
 @jit
 def _kernel(  # type: ignore[no-untyped-def]  # Triton
-    x, weight, out, x_stride, D, eps, offset, ROUND_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    out,
+    x_stride,
+    D,
+    eps,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < D
+    weights = tl.load(weight + at, mask=live, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(values * values, 0) / D + eps)
-    weights = tl.load(weight + at, mask=live, other=0.0)
     tl.store(
         out + row * D + at,
         scaled(values, rstd, weights, offset, out.dtype.element_ty, ROUND_FIRST),
@@ -83,7 +103,9 @@ def _launch(x: Tensor, weight_D: Tensor, eps: float, offset: float, round_first:
             offset,
             ROUND_FIRST=round_first,
             BLOCK=block,
+            PDL=has_pdl(x),
             num_warps=warps_for_row(block),
+            launch_pdl=has_pdl(x),
         )
     return out
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.ops.check import FLOATS, check_shapes, check_types
-from ostinato.ops.launch import KERNEL_FLOATS, as_rows, jit, on_device, tl
+from ostinato.ops.launch import KERNEL_FLOATS, as_rows, has_pdl, jit, on_device, tl
 
 BLOCK = 1024  # values of one program
 
@@ -21,10 +21,15 @@ def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @jit
-def _kernel(gate, up, out, gate_stride, up_stride, F, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+def _kernel(  # type: ignore[no-untyped-def]  # Triton
+    gate, up, out, gate_stride, up_stride, F, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < F
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     g = tl.load(gate + row * gate_stride + at, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, mask=live, other=0.0).to(tl.float32)
     silu = (g * tl.sigmoid(g)).to(out.dtype.element_ty).to(tl.float32)
@@ -51,7 +56,15 @@ def _launch(gate: Tensor, up: Tensor) -> Tensor:
     num_rows, width = gate_rows.shape
     with on_device(out):
         _kernel[num_rows, -(-width // BLOCK)](
-            gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0), width, BLOCK=BLOCK
+            gate_rows,
+            up_rows,
+            out,
+            gate_rows.stride(0),
+            up_rows.stride(0),
+            width,
+            BLOCK=BLOCK,
+            PDL=has_pdl(out),
+            launch_pdl=has_pdl(out),
         )
     return out
 

@@ -25,10 +25,10 @@ late = paged_attention._kernel
 body = late.fn
 kernel = triton_function(late)
 import triton
+seen = kernel.fn.__globals__
 print(
-    there, kernel.fn is body, late.arg_names[0], paged_attention._kernel is kernel,
-    type(paged_attention._tanh) is type(kernel), paged_attention.tl is triton.language,
-    triton_function(kernel) is kernel,
+    there, kernel.fn.__code__ is body.__code__, late.arg_names[0], paged_attention._kernel is late,
+    type(seen["_tanh"]) is type(kernel), seen["tl"] is triton.language, triton_function(kernel) is kernel,
 )
 """
     assert run(code) == "False True q True True True True"

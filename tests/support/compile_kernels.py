@@ -30,10 +30,10 @@ TENSORS = {"gate", "up", "x", "residual", "weight", "normed", "total", "q", "k",
 TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "out"}
 HEADS = {"D": 96, "E": 64, "B": 16}
 CONSTANTS: dict[ModuleType, dict[str, Any]] = {
-    silu_mul: {"BLOCK": 1024},
-    gelu_tanh_mul: {"BLOCK": 1024},
-    rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024},
-    add_rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024},
+    silu_mul: {"BLOCK": 1024, "PDL": True},
+    gelu_tanh_mul: {"BLOCK": 1024, "PDL": True},
+    rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024, "PDL": True},
+    add_rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024, "PDL": True},
     kv_write: {"B": 16, "BLOCK": 128},
     rope_table: {"HALF": 48, "BLOCK": 128, "PDL": True},
     rope_kv_write: HEADS

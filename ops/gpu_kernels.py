@@ -1,0 +1,306 @@
+"""Compiled Triton kernels of one GPU: found by key, kept as cubins, launched through the driver.
+
+A variant is a kernel with the types of its arguments, its constants and its options. `compile-model` runs
+every plan with an open store, which compiles what is missing, and writes the cubins into the artifact. A
+server reads them into a sealed store: it never imports triton, and a variant that is not there is an error
+that names it.  The key of a variant holds a hash of the kernel's source file, so cubins of another version of
+an op are not found, rather than launched with the wrong arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import inspect
+import json
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from ostinato.errors import ArtifactError, EngineError
+from ostinato.section import Section
+
+INDEX, CUBINS = "kernels.json", "kernels.cubins"
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
+_POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+_PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
+_SLOT = 8  # bytes of one kernel parameter in our buffer
+_SHARED_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a kernel may use without an attribute
+
+
+class Binary(Section):
+    """One compiled variant: what a launch must know, and where its cubin lies in the file of all."""
+
+    key: str
+    symbol: str
+    threads: int
+    shared: int
+    params: tuple[str, ...]  # "ptr", "i32", "i64" or "fp32", in the order of the launch
+    launch_pdl: bool
+    offset: int
+    size: int
+
+
+class _Index(Section):
+    version: int = 1
+    capability: int
+    binaries: tuple[Binary, ...]
+
+
+class _Compiled(NamedTuple):
+    binary: Binary
+    cubin: bytes
+
+
+class KernelStore:
+    """Variants of one device. One thread launches; the store is filled before a server starts."""
+
+    def __init__(self) -> None:
+        self.is_sealed = False
+        self.launches = 0  # since start, for tests and logs
+        self._compiled: dict[str, _Compiled] = {}
+        self._used: set[str] = set()
+
+    def clear_used(self) -> None:
+        """Forget which variants were launched; `write` keeps those launched since."""
+        self._used.clear()
+
+    def get(self, key: str, build: Callable[[], tuple[Binary, bytes]]) -> _Compiled:
+        """The variant `key`; an open store builds it if it is missing. Raises EngineError in a sealed one."""
+        found = self._compiled.get(key)
+        if found is None:
+            if self.is_sealed:
+                raise EngineError(
+                    f"kernel variant {key} is not in the artifact; compile the model again with this version"
+                )
+            found = self._compiled[key] = _Compiled(*build())
+        self._used.add(key)
+        return found
+
+    def write(self, folder: Path) -> int:
+        """Put the variants used since `clear_used` into a folder; return their number."""
+        binaries, at = [], 0
+        with (folder / CUBINS).open("wb") as file:
+            for key in sorted(self._used):
+                binary, cubin = self._compiled[key]
+                binaries.append(binary.model_copy(update={"offset": at, "size": len(cubin)}))
+                file.write(cubin)
+                at += len(cubin)
+        index = _Index(capability=capability(), binaries=tuple(binaries))
+        (folder / INDEX).write_text(index.model_dump_json(indent=1))
+        return len(binaries)
+
+    def read(self, folder: Path) -> int:
+        """Add the variants of a folder; return their number. ArtifactError: unreadable, or of another GPU."""
+        try:
+            index = _Index.model_validate(json.loads((folder / INDEX).read_bytes()))
+            cubins = (folder / CUBINS).read_bytes()
+        except (OSError, ValueError, ValidationError) as error:
+            raise ArtifactError(f"{folder / INDEX}: {error}; compile the model again") from None
+        if index.capability != capability():
+            raise ArtifactError(
+                f"{folder}: kernels for compute capability {index.capability}, this GPU has {capability()}; "
+                "compile the model on this machine"
+            )
+        for binary in index.binaries:
+            cubin = cubins[binary.offset : binary.offset + binary.size]
+            self._compiled[binary.key] = _Compiled(binary, cubin)
+        return len(index.binaries)
+
+
+STORE = KernelStore()  # of this process; kernels are launched on its current device
+
+
+@cache
+def capability() -> int:
+    """Compute capability of the current GPU, e.g. 90."""
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
+
+
+class GpuKernel:
+    """The GPU side of one `jit` kernel: from call arguments to a launch."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        modules: Sequence[str],
+        plain: Sequence[str],
+        made: Callable[[], Any],
+    ) -> None:
+        """`modules`: where the kernel and those that it calls are written. `plain`: integer parameters on
+        whose values no variant depends. `made`: triton's function."""
+        self._made = made
+        self._name = f"{function.__module__.removeprefix('ostinato.')}.{function.__qualname__}"
+        self._source = source_hash(tuple(sorted(set(modules))))
+        parameters = inspect.signature(function).parameters.values()
+        self._names = [p.name for p in parameters]
+        self._constants = [
+            p.name for p in parameters if "constexpr" in str(p.annotation)
+        ]  # an annotation may be a string
+        self._defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        self._plain = frozenset(plain)
+        self._launchers: dict[tuple[Any, ...], _Launcher] = {}
+
+    def launch(self, grid: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Launch on the current stream; `args` fill the parameters from the left."""
+        names, values = self._names, args
+        if len(args) < len(names):
+            values = (*args, *(kwargs[n] if n in kwargs else self._defaults[n] for n in names[len(args) :]))
+        kinds = tuple([self._kind(name, value) for name, value in zip(names, values, strict=True)])
+        options = tuple([kwargs.get(option) for option in OPTIONS])
+        launcher = self._launchers.get((kinds, options))
+        if launcher is None:
+            launcher = self._launchers[kinds, options] = self._find(kinds, options, values)
+        launcher(grid, values)
+
+    def _kind(self, name: str, value: Any) -> Any:
+        """What of an argument decides the variant: (type, divisible by 16), or the value of a constant."""
+        if isinstance(value, Tensor):
+            return _POINTERS[value.dtype], value.data_ptr() % 16 == 0
+        if name in self._constants or value is None or isinstance(value, bool):
+            return "const", value
+        if isinstance(value, int):
+            size = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            return size, value % 16 == 0 and name not in self._plain
+        if isinstance(value, float):
+            return "fp32", False
+        raise EngineError(f"{self._name}: argument {name}={value!r} is nothing a kernel can take")
+
+    def _find(self, kinds: tuple[Any, ...], options: tuple[Any, ...], values: Sequence[Any]) -> _Launcher:
+        signature = ",".join(
+            f"{name}={value!r}" if kind == "const" else f"{name}:{kind}{'/16' if value else ''}"
+            for name, (kind, value) in zip(self._names, kinds, strict=True)
+        )
+        said = ",".join(f"{n}={v}" for n, v in zip(OPTIONS, options, strict=True) if v is not None)
+        key = f"{self._name}@{self._source}({signature}){said}"
+        binary, cubin = STORE.get(key, lambda: self._compile(key, kinds, options))
+        places = [i for i, (kind, _) in enumerate(kinds) if kind != "const"]
+        return _Launcher(binary, cubin, places)
+
+    def _compile(self, key: str, kinds: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Binary, bytes]:
+        compiled, params = compile_kernel(self._made(), self._names, kinds, options, capability())
+        metadata = compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+            raise EngineError(f"{key}: kernels with scratch memory or clusters cannot be kept")
+        binary = Binary(
+            key=key,
+            symbol=metadata.name,
+            threads=metadata.num_warps * 32,
+            shared=metadata.shared,
+            params=(*params, "ptr", "ptr"),  # two scratch pointers, unused
+            launch_pdl=bool(options[OPTIONS.index("launch_pdl")]),
+            offset=0,
+            size=0,
+        )
+        return binary, compiled.asm["cubin"]
+
+
+def compile_kernel(
+    function: Any, names: Sequence[str], kinds: Sequence[Any], options: Sequence[Any], capability: int
+) -> tuple[Any, list[str]]:
+    """Triton's compiled kernel and the types of its parameters. Needs no GPU.
+
+    `kinds` has for each name ("const", value) or (type, whether divisible by 16); `options` as `OPTIONS`.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {
+        n: "constexpr" if kind == "const" else kind for n, (kind, _) in zip(names, kinds, strict=True)
+    }
+    constants = {n: value for n, (kind, value) in zip(names, kinds, strict=True) if kind == "const"}
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (kind, value) in enumerate(kinds)
+        if kind != "const" and value
+    }
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
+    given = {n: v for n, v in zip(OPTIONS, options, strict=True) if v is not None}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=given)
+    params = ["ptr" if kind.startswith("*") else kind for kind, _ in kinds if kind != "const"]
+    return compiled, params
+
+
+@cache
+def source_hash(modules: tuple[str, ...]) -> str:
+    """Hash of the files of some modules."""
+    digest = hashlib.sha256()
+    for name in modules:
+        digest.update(Path(str(sys.modules[name].__file__)).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class _Launcher:
+    """A loaded function with its parameter buffer: packs arguments and calls the driver."""
+
+    def __init__(self, binary: Binary, cubin: bytes, places: Sequence[int]) -> None:
+        from cuda.bindings import driver
+
+        self._driver, self._places = driver, places
+        self._name = binary.symbol
+        module = _done(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
+        self._module, self._cubin = module, cubin
+        self._function = _done(driver.cuModuleGetFunction(module, binary.symbol.encode()), "getFunction")
+        if binary.shared > _SHARED_WITHOUT_ASKING:
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _done(driver.cuFuncSetAttribute(self._function, most, binary.shared), "cuFuncSetAttribute")
+        self._values = ctypes.create_string_buffer(_SLOT * len(binary.params))
+        at = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * len(binary.params))(
+            *(at + _SLOT * index for index in range(len(binary.params)))
+        )
+        self._params = ctypes.addressof(self._pointers)
+        codes = [_PACKED.get(kind, "Q") for kind in binary.params]
+        self._pack = struct.Struct("<" + "".join(c if c in "qQ" else f"{c}4x" for c in codes)).pack_into
+        self._is_pointer = [kind == "ptr" for kind in binary.params]
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = binary.threads, 1, 1
+        config.sharedMemBytes = binary.shared
+        if binary.launch_pdl:
+            attribute = driver.CUlaunchAttribute()
+            kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.id = kind
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        self._config = config
+
+    def __call__(self, grid: Sequence[int], values: Sequence[Any]) -> None:
+        ready = [v.data_ptr() if isinstance(v, Tensor) else v for v in (values[i] for i in self._places)]
+        self._pack(self._values, 0, *ready, 0, 0)
+        config = self._config
+        config.gridDimX = grid[0]
+        config.gridDimY = grid[1] if len(grid) > 1 else 1
+        config.gridDimZ = grid[2] if len(grid) > 2 else 1
+        config.hStream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        (code,) = self._driver.cuLaunchKernelEx(config, self._function, self._params, 0)
+        if code.value:
+            raise EngineError(f"launch of {self._name} with grid {tuple(grid)} failed: {code.name}")
+        STORE.launches += 1
+
+
+def _done(answer: tuple[Any, ...], call: str) -> Any:
+    code, *rest = answer
+    if code.value:
+        raise EngineError(f"{call} failed: {code.name}")
+    return rest[0] if rest else None

@@ -1,0 +1,1 @@
+"""The GPU back end: weights on the device, steps that are captured once and replayed."""
