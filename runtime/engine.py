@@ -1,6 +1,8 @@
 """The engine: requests in, token events out, one step at a time. It owns the KV memory.
 
-    inbox -> scheduler -> plan -> runner -> logits -> sampler -> scheduler -> events
+    inbox -> scheduler -> plan -> backend (logits, sampling) -> scheduler -> events
+
+On a GPU the loop is one step behind: a step is launched before the tokens of the one before are read.
 
 One thread calls everything here except `inbox.put` and `inbox.close`.
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol, Self
 
 import torch
@@ -34,11 +37,11 @@ from ostinato.runtime.messages import (
     TokenLogprob,
 )
 from ostinato.runtime.request_check import check_request
-from ostinato.runtime.runner import Model, Runner
-from ostinato.runtime.sampling.step_sampler import StepSampler
+from ostinato.runtime.runner import Model
 from ostinato.runtime.scheduling.block_pool import BlockPool
 from ostinato.runtime.scheduling.plan import Outcome, Plan
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.step_backend import CpuBackend, LaunchedStep, StepBackend
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +94,15 @@ class Engine:
             dtype=facts.dtype,
             artifact=str(model.folder),
         )
-        self._scheduler = Scheduler(self._blocks, config.scheduler, window, frozenset(facts.eos_token_ids))
-        self._runner = Runner(model, self._memory.planes(), block_tokens=config.kv.block_tokens)
-        self._sampler = StepSampler(facts.vocab_size, frozenset(facts.eos_token_ids))
+        self._backend = self._make_backend(model)
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._scheduler = Scheduler(
+            self._blocks,
+            config.scheduler,
+            window,
+            frozenset(facts.eos_token_ids),
+            max_in_flight=self._backend.max_in_flight,
+        )
         self._stats_at = clock()
 
     def __enter__(self) -> Self:
@@ -105,8 +114,18 @@ class Engine:
     def close(self) -> None:
         """Free the KV memory; safe to call twice. Live requests are dropped without an event."""
         if not self._memory.is_closed:
-            del self._runner  # holds the planes
+            self._backend.shut()  # it holds the planes
             self._memory.close()
+
+    def _make_backend(self, model: Model) -> StepBackend:
+        facts, planes = model.facts, self._memory.planes()
+        return CpuBackend(
+            model,
+            planes,
+            block_tokens=self._config.kv.block_tokens,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+        )
 
     @property
     def has_work(self) -> bool:
@@ -125,14 +144,16 @@ class Engine:
                 self._rest(outlet)
 
     def step(self) -> list[Message]:
-        """One turn: admit, grow, plan, run, sample, settle."""
+        """One turn: admit, grow, plan, launch, then settle the oldest step while the device works."""
         refusals, events = self._admit(self.inbox.drain())
         self._sizer.grow(self._scheduler.blocks_wanted())
         plan = self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
         events += [self._event(outcome) for outcome in self._scheduler.take_ended()]
         if plan is not None:
-            events += self._run(plan)
-        elif self._scheduler.has_work and not events:
+            events += self._launch(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) >= self._backend.max_in_flight):
+            events += self._settle(self._in_flight.popleft())
+        elif plan is None and self._scheduler.has_work and not events:
             self.inbox.wait(WAIT_FOR_MEMORY_S)
         return [*refusals, Events(events=tuple(events))] if events else [*refusals]
 
@@ -160,8 +181,8 @@ class Engine:
         """Raise AssertionError or VmmError when blocks, queues and memory do not balance."""
         self._scheduler.check()
         live = self._scheduler.num_running + self._scheduler.num_waiting
-        assert self._sampler.num_requests == live, (
-            f"{self._sampler.num_requests} sampled requests, {live} live"
+        assert self._backend.num_requests == live, (
+            f"{self._backend.num_requests} sampled requests, {live} live"
         )
         self._sizer.check()
 
@@ -173,30 +194,49 @@ class Engine:
             if isinstance(message, Abort):
                 for name in message.request_ids:
                     if self._scheduler.abort(name):
-                        self._sampler.close(name)
+                        self._backend.close(name)
                         events.append(TokenEvent(request_id=name, finish_reason="abort"))
                 continue
             try:
                 check_request(message, self.info)
                 self._scheduler.add(message)
-                self._sampler.open(message, self._scheduler.tokens(message.request_id))
+                self._backend.open(message, self._scheduler.tokens(message.request_id))
             except RequestError as error:
                 refusals.append(_refusal(message.request_id, error))
         return refusals, events
 
-    def _run(self, plan: Plan) -> list[TokenEvent]:
-        """Run a plan, sample and settle it. A step that raises ends its own requests only."""
+    def _launch(self, plan: Plan) -> list[TokenEvent]:
+        """Give a plan to the device. One that raises ends its own requests only."""
         try:
-            batch = self._sampler.sample(plan, self._runner.run(plan))
+            self._in_flight.append(self._backend.launch(plan))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
-            log.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.entries))
-            reason = f"the step failed: {type(error).__name__}: {error}"
-            failed = {entry.request_id: reason for entry in plan.entries}
-            events = [self._event(outcome) for outcome in self._scheduler.complete(plan, {}, failed)]
-            self.check()  # books that do not balance are fatal: this raises out of `serve`
-            return events
-        outcomes = self._scheduler.complete(plan, batch.tokens, batch.errors)
+            events = [event for step in self._drain() for event in self._settle(step)]
+            return events + self._failed(plan, error)
+        return []
+
+    def _drain(self) -> Iterator[LaunchedStep]:
+        """Every step in flight, oldest first; plans are settled in order."""
+        while self._in_flight:
+            yield self._in_flight.popleft()
+
+    def _settle(self, step: LaunchedStep) -> list[TokenEvent]:
+        """Wait for the tokens of a step and tell the scheduler."""
+        try:
+            batch = step.result()
+        except Exception as error:  # a border, as in `_launch`
+            return self._failed(step.plan, error)
+        outcomes = self._scheduler.complete(step.plan, batch.tokens, batch.errors)
         return [self._event(outcome, batch.logprobs) for outcome in outcomes]
+
+    def _failed(self, plan: Plan, error: Exception) -> list[TokenEvent]:
+        log.error(
+            "step %d failed; its %d requests end with an error", plan.step, len(plan.entries), exc_info=error
+        )
+        reason = f"the step failed: {type(error).__name__}: {error}"
+        failed = {entry.request_id: reason for entry in plan.entries}
+        events = [self._event(outcome) for outcome in self._scheduler.complete(plan, {}, failed)]
+        self.check()  # books that do not balance are fatal: this raises out of `serve`
+        return events
 
     def _event(self, outcome: Outcome, logprobs: Mapping[str, TokenLogprob] = _NO_LOGPROBS) -> TokenEvent:
         name, is_first = outcome.request_id, outcome.index == 0
@@ -205,14 +245,14 @@ class Engine:
             request_id=name,
             token_ids=() if outcome.token_id is None else (outcome.token_id,),
             logprobs=(logprobs[name],) if has_token and name in logprobs else (),
-            prompt_logprobs=self._sampler.prompt_logprobs(name) if is_first and has_token else None,
+            prompt_logprobs=self._backend.prompt_logprobs(name) if is_first and has_token else None,
             finish_reason=outcome.finish_reason,
             stop_token_id=outcome.stop_token_id,
             cached_tokens=outcome.cached_tokens if is_first else 0,
             error=outcome.error,
         )
         if outcome.finish_reason is not None:
-            self._sampler.close(name)
+            self._backend.close(name)
         return event
 
     def _rest(self, outlet: Outlet) -> None:

@@ -1,8 +1,8 @@
 """Packed weights in GPU memory: read, verified and copied in one pass, in parallel.
 
-Pieces of the file go through pinned buffers: threads read and hash, a stream of its own copies. The whole file
-is one allocation on the device, at addresses that stay when the memory is given back and filled again, so
-captured graphs live through `release` and `fill`.
+Pieces of the file go through pinned buffers: threads read and hash, a stream of its own copies. The whole
+file is one allocation on the device, at addresses that stay when the memory is given back and filled again,
+so captured graphs live through `release` and `fill`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class DeviceWeights:
                 while got < size:
                     read = os.preadv(descriptor, [window[got:]], at + got)
                     if not read:
-                        raise ArtifactError(f"{self.path}: it ends at byte {at + got}; compile the model again")
+                        raise ArtifactError(
+                            f"{self.path}: it ends at byte {at + got}; compile the model again"
+                        )
                     got += read
                 if stream is None:
                     self._whole[at : at + size].copy_(piece)
