@@ -21,6 +21,7 @@ def expected_matches(model: nn.Module, graph: fx.Graph) -> dict[str, int]:
         "silu_mul": sum(node.target == aten.silu.default and _is_multiplied(node) for node in graph.nodes),
         "gelu_tanh_mul": sum(_is_gelu_tanh(node) and _is_multiplied(node) for node in graph.nodes),
         "rope_kv_write": rotated,
+        "rope_table": sum(_is_rotary_table(node) for node in graph.nodes) if rotated else 0,
         "merge_linears": _parallel_groups(graph),
         "fold_qk_norm": min(rotated, sum(_has_head_norms(module) for module in model.modules())),
     }
@@ -38,6 +39,15 @@ def _is_gelu_tanh(node: fx.Node) -> bool:
 def _is_multiplied(node: fx.Node) -> bool:
     users = list(node.users)
     return len(users) == 1 and users[0].target == aten.mul.Tensor and isinstance(users[0].args[1], fx.Node)
+
+
+def _is_rotary_table(node: fx.Node) -> bool:
+    """A cosine of angles that stand in both halves of a row."""
+    angles = node.args[0] if node.target == aten.cos.default else None
+    if not isinstance(angles, fx.Node) or angles.target != aten.cat.default:
+        return False
+    parts = angles.args[0]
+    return isinstance(parts, list | tuple) and len(parts) == 2 and parts[0] is parts[1]
 
 
 def _is_rotated_write(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.check import FLOATS, check_device, check_shapes, check_types
+from ostinato.ops.gpu_kernels import capability
 from ostinato.ops.launch import KERNEL_FLOATS, jit, on_device, tl
 
 BLOCK = 128  # angles of one program
@@ -81,8 +82,8 @@ def _launch(
         return cos, sin
     half = inv_freq.shape[0]
     num_angles = positions_T.shape[0] * half
-    has_pdl = positions_T.is_cuda and torch.cuda.get_device_capability(positions_T.device) >= (9, 0)
     with on_device(positions_T):
+        has_pdl = positions_T.is_cuda and capability() >= 90
         _kernel[(-(-num_angles // BLOCK),)](
             positions_T.contiguous(),
             inv_freq.contiguous(),

@@ -8,7 +8,8 @@ What a name counts (`expected` of `run` uses the same words):
   silu_mul           products of a SiLU with another tensor of its shape
   gelu_tanh_mul      the same for the tanh approximation of GELU
   rope_kv_write      KV writes whose keys, and the queries of the attention that reads them, are rotated
-  fold_qk_norm       of those, the ones that norm each head of q and k before the rotation
+  rope_table         pairs of cos and sin tables made from positions and frequencies
+  fold_qk_norm       of the rotated KV writes, the ones that norm each head of q and k before the rotation
   remove_duplicates  nodes that another one computes already
 """
 
@@ -28,6 +29,7 @@ from ostinato.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from ostinato.passes.fuse_gelu_tanh_mul import FuseGeluTanhMul
 from ostinato.passes.fuse_rms_norm import FuseRMSNorm
 from ostinato.passes.fuse_rope_kv_write import FuseRopeKVWrite
+from ostinato.passes.fuse_rope_table import FuseRopeTable
 from ostinato.passes.fuse_silu_mul import FuseSiluMul
 from ostinato.passes.merge_linears import MergeLinears
 from ostinato.passes.remove_duplicates import RemoveDuplicates
@@ -44,6 +46,7 @@ def pipeline() -> list[Pass]:
         FuseSiluMul(),
         FuseGeluTanhMul(),
         FuseRopeKVWrite(),
+        FuseRopeTable(),  # after rope_kv_write, which looks at how the tables were made
         RemoveNoops(),  # the transposes around the rotation meet their opposites
         FoldQKNorm(),  # after rope_kv_write and rms_norm: joins the two ops
         RemoveNoops(),  # transposes again, where the norm stood behind one

@@ -1,9 +1,9 @@
 """Drop what changes nothing, and spell casts one way.  Numerics: exact.
 
 Gone: metadata asserts, evaluation-mode dropout, aliases, casts to the type at hand, views to the shape at
-hand, slices of everything, a transpose that undoes the one before, `x * 1.0`, empty parts of a concatenation,
-and every node that nobody uses and that writes nothing. `type_as` and `to.device` on one device become
-`to.dtype`. Matches are the nodes removed or respelled.
+hand, slices of everything, a transpose or an added dimension that the next view undoes, `x * 1.0`, empty
+parts of a concatenation, and every node that nobody uses and that writes nothing. `type_as` and `to.device`
+on one device become `to.dtype`. Matches are the nodes removed or respelled.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _equal_node(node: fx.Node, aliases: Aliases) -> fx.Node | None:
         return None
     rule = _RULES.get(node.target)
     equal = source if rule is not None and rule(node, source) else None
-    if node.target == aten.transpose.int and _undoes(node, source):
+    if _undoes(node, source):
         equal = argument(source, 0)
     if node.target == aten.mul.Tensor and equal is not None:
         # the product is fresh memory: the factor may stand in for it only if neither is ever written
@@ -123,11 +123,20 @@ def _is_plain_cast(node: fx.Node) -> bool:
 
 
 def _undoes(node: fx.Node, source: fx.Node) -> bool:
-    if source.target != aten.transpose.int:
-        return False
+    """Do two views, one after the other, lead back to the shape before them?"""
+    pair = (source.target, node.target)
     rank = tensor(node).dim()
-    dims, others = ({argument(n, place) % rank for place in (1, 2)} for n in (node, source))
-    return dims == others
+    if pair == (aten.transpose.int, aten.transpose.int):
+        dims, others = ({argument(n, place) % rank for place in (1, 2)} for n in (node, source))
+        return dims == others
+    if pair == (aten.unsqueeze.default, aten.select.int):
+        return bool(argument(node, 1) % (rank + 1) == argument(source, 1) % (rank + 1))
+    if pair == (aten.select.int, aten.unsqueeze.default):
+        dim = argument(node, 1) % rank
+        return bool(dim == argument(source, 1) % rank) and same_shape(
+            tensor(node), tensor(argument(source, 0))
+        )
+    return False
 
 
 def _only_part(node: fx.Node, aliases: Aliases) -> fx.Node | None:

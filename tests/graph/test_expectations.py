@@ -13,13 +13,32 @@ aten = torch.ops.aten
 
 # From each family's definition: 2 layers, unless its tiny config says otherwise.
 COUNTS = {
-    "llama": {"merge_linears": 4, "rms_norm": 5, "silu_mul": 2, "rope_kv_write": 2},
-    "qwen3": {"merge_linears": 4, "rms_norm": 9, "silu_mul": 2, "rope_kv_write": 2, "fold_qk_norm": 2},
-    "gemma2": {"merge_linears": 4, "rms_norm": 9, "gelu_tanh_mul": 2, "rope_kv_write": 2},
-    "olmo2": {"merge_linears": 4, "rms_norm": 9, "silu_mul": 2, "rope_kv_write": 2},  # norms span all heads
-    "smollm3": {"merge_linears": 8, "rms_norm": 9, "silu_mul": 4, "rope_kv_write": 3},  # one layer without
-    "starcoder2": {"merge_linears": 2, "rope_kv_write": 2},  # LayerNorm, ungated MLP
-    "qwen3_moe": {"merge_linears": 2, "rms_norm": 9, "rope_kv_write": 2, "fold_qk_norm": 2},
+    "llama": {"merge_linears": 4, "rms_norm": 5, "silu_mul": 2, "rope_kv_write": 2, "rope_table": 1},
+    "qwen3": {
+        "merge_linears": 4,
+        "rms_norm": 9,
+        "silu_mul": 2,
+        "rope_kv_write": 2,
+        "rope_table": 1,
+        "fold_qk_norm": 2,
+    },
+    "gemma2": {"merge_linears": 4, "rms_norm": 9, "gelu_tanh_mul": 2, "rope_kv_write": 2, "rope_table": 1},
+    "olmo2": {
+        "merge_linears": 4,
+        "rms_norm": 9,
+        "silu_mul": 2,
+        "rope_kv_write": 2,
+        "rope_table": 1,
+    },  # norms span all heads
+    "smollm3": {
+        "merge_linears": 8,
+        "rms_norm": 9,
+        "silu_mul": 4,
+        "rope_kv_write": 3,
+        "rope_table": 1,
+    },  # one layer without
+    "starcoder2": {"merge_linears": 2, "rope_kv_write": 2, "rope_table": 1},  # LayerNorm, ungated MLP
+    "qwen3_moe": {"merge_linears": 2, "rms_norm": 9, "rope_kv_write": 2, "rope_table": 1, "fold_qk_norm": 2},
 }
 
 

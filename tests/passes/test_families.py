@@ -14,24 +14,27 @@ from tests.support.tiny_models import tiny_config, tiny_model
 
 # Matches of a tiny model: by layer from its definition, not read off the passes.
 MATCHES = {
-    "llama": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2",
-    "qwen2": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2",
-    "qwen3": "merge_linears 4, rms_norm 9, add_rms_norm 4, silu_mul 2, rope_kv_write 2, fold_qk_norm 2",
-    "mistral": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2",
-    "gemma2": "merge_linears 4, rms_norm 9, add_rms_norm 4, gelu_tanh_mul 2, rope_kv_write 2",
+    "llama": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "qwen2": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "qwen3": "merge_linears 4, rms_norm 9, add_rms_norm 4, silu_mul 2, rope_kv_write 2, rope_table 1, "
+    "fold_qk_norm 2",
+    "mistral": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "gemma2": "merge_linears 4, rms_norm 9, add_rms_norm 4, gelu_tanh_mul 2, rope_kv_write 2, rope_table 1",
     "gemma3_text": "merge_linears 6, rms_norm 19, add_rms_norm 6, gelu_tanh_mul 3, rope_kv_write 3, "
-    "fold_qk_norm 3",
-    "phi3": "rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2",
-    "olmo2": "merge_linears 4, rms_norm 9, add_rms_norm 1, silu_mul 2, rope_kv_write 2",
-    "granite": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2",
-    "smollm3": "merge_linears 8, rms_norm 9, add_rms_norm 8, silu_mul 4, rope_kv_write 3",
-    "glm4": "merge_linears 2, rms_norm 9, add_rms_norm 4, silu_mul 2, rope_kv_write 2",
-    "starcoder2": "merge_linears 2, rope_kv_write 2",
-    "stablelm": "merge_linears 4, silu_mul 2, rope_kv_write 2",
-    "qwen3_moe": "merge_linears 2, rms_norm 9, add_rms_norm 4, rope_kv_write 2, fold_qk_norm 2",
-    "mixtral": "merge_linears 2, rms_norm 5, add_rms_norm 4, rope_kv_write 2",
+    "rope_table 2, fold_qk_norm 3",
+    "phi3": "rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "olmo2": "merge_linears 4, rms_norm 9, add_rms_norm 1, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "granite": "merge_linears 4, rms_norm 5, add_rms_norm 4, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "smollm3": "merge_linears 8, rms_norm 9, add_rms_norm 8, silu_mul 4, rope_kv_write 3, rope_table 1",
+    "glm4": "merge_linears 2, rms_norm 9, add_rms_norm 4, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "starcoder2": "merge_linears 2, rope_kv_write 2, rope_table 1",
+    "stablelm": "merge_linears 4, silu_mul 2, rope_kv_write 2, rope_table 1",
+    "qwen3_moe": "merge_linears 2, rms_norm 9, add_rms_norm 4, rope_kv_write 2, rope_table 1, fold_qk_norm 2",
+    "mixtral": "merge_linears 2, rms_norm 5, add_rms_norm 4, rope_kv_write 2, rope_table 1",
 }
 GONE = {
+    "cos",
+    "sin",
     "rsqrt",
     "pow",
     "neg",

@@ -29,6 +29,7 @@ NOTHING = {
     "expand": lambda x: x.expand(-1, 8) + 1,
     "detach": lambda x: x.detach() + 1,
     "two transposes": lambda x: x.transpose(0, 1).transpose(-1, -2) + 1,
+    "added dimension": lambda x: x[None][0] + x.unsqueeze(-1).select(2, 0) + 1,
     "times one": lambda x: x * 1.0 + 1,
     "empty part": lambda x: torch.cat([x, x[:, 8:]], dim=-1) + 1,
     "nobody's": lambda x: (x.exp(), x + 1)[1],
@@ -55,6 +56,9 @@ SOMETHING = {
     "every second": (lambda x: x[:, ::2], "slice"),
     "another shape": (lambda x: x.view(-1, 2, 4), "view"),
     "one transpose": (lambda x: x.transpose(0, 1), "transpose"),
+    "row of an added dimension": (lambda x: x.unsqueeze(1)[0], "select"),
+    "row made a table again": (lambda x: x[0].unsqueeze(0), "unsqueeze"),
+    "dimension added elsewhere": (lambda x: x.view(1, -1, 8)[0].unsqueeze(1), "unsqueeze"),
     "contiguous of a transpose": (lambda x: x.view(-1, 2, 4).transpose(1, 2).contiguous(), "contiguous"),
     "integer times one point": (lambda x: x.to(torch.int64) * 1.0, "mul"),
     "forced copy": (lambda x: x.to(torch.float32, copy=True), "to"),
@@ -67,6 +71,11 @@ def test_what_changes_something_stays(function, op):
     graph = trace(function, torch.randn(5, 8), clean=False)
     RemoveNoops()(graph)
     assert ops(graph)[op] == 1
+
+
+def test_the_only_row_seen_as_a_table_again_is_that_table():
+    graph = trace(lambda x: x.exp()[:, 0].unsqueeze(1) + 1, torch.randn(5, 1, 8))
+    assert ops(graph) == {"exp": 1, "add": 1}
 
 
 def test_casts_are_spelled_one_way():
