@@ -25,8 +25,9 @@ bench: $(VENV)/installed $(MODEL)
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "ostinato needs Python 3.11 or newer, this is %d.%d; set PYTHON=python3.12" % v[:2])'
 	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
+	@echo 'installing torch and the other packages into $(VENV); this takes some minutes'
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
 	@touch $@
 
 # compile-model finds out by itself whether anything that matters changed; this spares it the asking.

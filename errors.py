@@ -16,6 +16,11 @@ EngineError
 """
 
 
+def no_such_path(path: object) -> str:
+    """What to tell a user who named a path where nothing is; every command says it in these words."""
+    return f"{path}: no such file or folder; give an artifact, a model folder or a GGUF file"
+
+
 class EngineError(Exception):
     """Root of all errors that ostinato raises on purpose."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ostinato.errors import ModelError
+from ostinato.errors import ModelError, no_such_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,7 +84,7 @@ def open_source(path: str | Path) -> ModelSource:
         raise ModelError(
             f"{path}: not a model; give a folder with config.json and safetensors, or a GGUF file"
         )
-    raise ModelError(f"{path}: no such file or folder; download the model first and give its local path")
+    raise ModelError(no_such_path(path))
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:

@@ -12,7 +12,7 @@ class Dump:
     """Writes into `folder`, which is made if missing; files of an earlier run are overwritten."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._ops: Counter[str] = Counter()
 

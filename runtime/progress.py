@@ -16,7 +16,7 @@ _WORDS = {
     "read": "reading the model",
     "trace": "tracing transformers' definition",
     "passes": "fusing",
-    "kernels": "compiling kernels",
+    "kernels": "waiting for the kernels' compiler",
     "weights": "packing weights",
     "proof": "proving numerics",
     "write": "writing the artifact",
@@ -92,8 +92,9 @@ def _plain(console: Console, title: str) -> Report:
         if share >= 1.0 and started[stage] >= 0:
             seconds = time.perf_counter() - started[stage]
             started[stage] = -1.0
-            console.print(
-                f"compiling {title}: {_WORDS[stage]}, {seconds:.1f} s", highlight=False, soft_wrap=True
-            )
+            if seconds >= 0.05:  # a stage that took no time is no news
+                console.print(
+                    f"compiling {title}: {_WORDS[stage]}, {seconds:.1f} s", highlight=False, soft_wrap=True
+                )
 
     return report

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from ostinato.errors import RequestError
 from ostinato.runtime.messages import SamplingParams
-from ostinato.tools.flags import add_flags, config_from
+from ostinato.tools.flags import add_flags, config_from, user_path
 
 if TYPE_CHECKING:
     from ostinato.runtime.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="artifact, model folder or GGUF file")
+    parser.add_argument("path", type=user_path, metavar="PATH", help="artifact, model folder or GGUF file")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, metavar="X", help="default: the model's own")
     parser.add_argument(

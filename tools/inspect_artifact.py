@@ -6,15 +6,17 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 from ostinato.errors import ArtifactError, ConfigError
 from ostinato.runtime.artifact import WEIGHTS, Manifest, check_fit, read_manifest, verify_files
 from ostinato.runtime.weight_pack import load_packed
+from ostinato.tools.flags import user_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", metavar="DIR")
+    parser.add_argument("artifact", type=user_path, metavar="DIR")
     parser.add_argument(
         "--graph", choices=("before", "after"), help="print the code of one layer of the graph"
     )
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.artifact)
+    folder = arguments.artifact
     manifest = read_manifest(folder)
     if arguments.layer is not None and not arguments.graph:
         raise ConfigError(f"--layer {arguments.layer}: only with --graph before or --graph after")
@@ -63,13 +65,14 @@ def describe(manifest: Manifest) -> str:
         + " ".join(manifest.target.features),
         f"made       {manifest.created}, ostinato {manifest.ostinato}, torch {manifest.torch}, transformers "
         f"{manifest.transformers}, {manifest.compiler}",
-        f"seconds    {seconds}",
+        f"seconds    {seconds} (kernels beside the others)",
         f"options    {json.dumps(manifest.options)}",
         f"key        {manifest.key}",
         "",
         pass_table(manifest),
         "",
-        "plans      " + ", ".join(f"{tokens} tokens: {file}" for tokens, file in manifest.plans.items()),
+        "plans      "
+        + ", ".join(f"{plan.first} to {plan.last} tokens: {plan.program}" for plan in manifest.plans),
         f"weights    {manifest.weights_bytes / 2**20:.1f} MiB",
         f"proof      {proof.tokens} tokens against float64: logits off by {proof.max_error:.3g} "
         f"(allowed {proof.budget:.3g}; unfused graph {proof.unfused_error:.3g}), "
@@ -81,26 +84,32 @@ def describe(manifest: Manifest) -> str:
 
 
 def pass_table(manifest: Manifest) -> str:
-    """One row per pass: matched, expected, refused with reasons, time."""
+    """One row per pass: matched, expected, refused with reasons, time; runs of one pass are added up."""
     rows = [("pass", "matched", "expected", "ms", "proofs", "refused")]
-    for record in manifest.passes:
-        refused = "; ".join(f"{count}x {reason}" for reason, count in record.refused.items())
-        expected = "-" if record.expected is None else str(record.expected)
+    for name in dict.fromkeys(record.name for record in manifest.passes):
+        runs = [record for record in manifest.passes if record.name == name]
+        expected = [record.expected for record in runs if record.expected is not None]
+        reasons: Counter[str] = Counter()
+        for record in runs:
+            reasons.update(record.refused)
         rows.append(
             (
-                record.name,
-                str(record.matched),
-                expected,
-                f"{record.milliseconds:.0f}",
-                str(len(record.proofs)),
-                refused,
+                name,
+                str(sum(record.matched for record in runs)),
+                str(sum(expected)) if expected else "-",
+                f"{sum(record.milliseconds for record in runs):.0f}",
+                str(sum(len(record.proofs) for record in runs)),
+                "; ".join(f"{count}x {reason}" for reason, count in reasons.items()),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join(
+    lines = [
         "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 5)), row[5]]).rstrip()
         for row in rows
-    )
+    ]
+    if any(row[2] == "-" for row in rows):
+        lines.append("expected -: the model does not say how often, so any number is right")
+    return "\n".join(lines)
 
 
 def weight_table(folder: Path) -> str:

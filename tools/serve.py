@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 from ostinato import log as logs
-from ostinato.errors import CompileError, ModelError
+from ostinato.errors import CompileError, ModelError, no_such_path
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.http.serve_app import listen, serve
 from ostinato.runtime.http.server import make_app
 from ostinato.runtime.text import TextFrontEnd
-from ostinato.tools.flags import add_flags, changed, config_from
+from ostinato.tools.flags import add_flags, changed, config_from, user_path
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"  # runtime.artifact has it too, but imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="artifact, model folder or GGUF file")
+    parser.add_argument("path", type=user_path, metavar="PATH", help="artifact, model folder or GGUF file")
     add_flags(parser)
 
 
@@ -38,9 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     for path, value in changed(config).items():
         log.info("set: %s = %s", path, value)
     sock = listen(config.server)  # before the model: a port in use is known at once
-    folder = find_artifact(Path(arguments.path), config)
+    folder = find_artifact(arguments.path, config)
     if not config.server.served_name:  # clients get to know the model by the name that the operator typed
-        server = config.server.model_copy(update={"served_name": Path(arguments.path).resolve().stem})
+        server = config.server.model_copy(update={"served_name": arguments.path.resolve().stem})
         config = config.model_copy(update={"server": server})
     text = TextFrontEnd.load(folder / "tokenizer")
     engine = EngineProcess(folder, config)
@@ -73,7 +73,7 @@ def find_artifact(path: Path, config: EngineConfig) -> Path:
             )
         return path
     if not path.exists():
-        raise ModelError(f"{path}: no such file or folder; give an artifact, a model folder or a GGUF file")
+        raise ModelError(no_such_path(path))
     command = [sys.executable, "-m", "ostinato.tools.main", "compile", str(path)]
     for setting, value in changed(config).items():
         if setting.startswith(("graph.", "passes.")):
