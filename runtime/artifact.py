@@ -15,16 +15,17 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
 from ostinato import __version__
-from ostinato.errors import ArtifactError
+from ostinato.errors import ArtifactError, no_such_path
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops import all_ops, native  # noqa: F401  # all_ops registers the operators
 from ostinato.ops.step_inputs import StepInputs
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Target(Section):
@@ -85,6 +86,14 @@ class FileRecord(Section):
     digest: str
 
 
+class PlanRecord(Section):
+    """The program for steps of `first` to `last` tokens."""
+
+    first: int = Field(ge=1)
+    last: int
+    program: str = Field(description="name of its file")
+
+
 class Manifest(Section):
     """Everything there is to know about an artifact without opening its other files."""
 
@@ -103,9 +112,22 @@ class Manifest(Section):
     options: dict[str, Any] = Field(description="settings that change the result")
     passes: tuple[PassRecord, ...]
     proof: Proof
-    plans: dict[str, str] = Field(description="token range -> program")
+    plans: tuple[PlanRecord, ...] = Field(description="by size of step, from 1 token on, without gaps")
     weights_bytes: int
     files: dict[str, FileRecord]
+
+    @model_validator(mode="after")
+    def _plans_cover_every_step(self) -> Manifest:
+        covered = 0
+        for plan in self.plans:
+            if plan.first != covered + 1 or plan.last < plan.first:
+                raise ValueError(f"plans: {plan.first} to {plan.last} tokens follow {covered}")
+            if plan.program not in self.files:
+                raise ValueError(f"plans: {plan.program} is not among the files")
+            covered = plan.last
+        if not covered:
+            raise ValueError("plans: there is none")
+        return self
 
 
 class LoadedModel:
@@ -128,8 +150,8 @@ def this_target() -> Target:
 def read_manifest(folder: Path) -> Manifest:
     """Parse manifest.json; raise ArtifactError when the folder is no artifact or of another schema."""
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise ArtifactError(f"{folder}: no such artifact folder; make one with compile-model SRC -o {folder}")
+    if not folder.exists():
+        raise ArtifactError(no_such_path(folder))
     if not path.is_file():
         raise ArtifactError(
             f"{folder}: not an artifact (no {MANIFEST}); make one with compile-model SRC -o DIR"
@@ -235,16 +257,27 @@ def settings_too_late(manifest: Manifest, config: EngineConfig) -> list[str]:
     ]
 
 
-def bind_files(folder: Path, plans: Mapping[str, str]) -> tuple[Bound, Callable[[], None]]:
-    """The program over its weights and kernels, and what starts their threads.
+def bind_files(folder: Path, plans: Sequence[PlanRecord]) -> tuple[Bound, Callable[[], None]]:
+    """What runs a step by the plan for its size, and what starts the threads of the kernels.
 
-    The manifest of the folder need not be written yet.
+    All programs share weights and kernels. The manifest of the folder need not be written yet.
     """
-    try:
-        program = Program.model_validate_json((folder / next(iter(plans.values()))).read_bytes())
-    except ValidationError as error:
-        raise ArtifactError(f"{folder}: program is not valid: {error.errors()[0]['msg']}") from None
     library = native.load(folder / "kernels.so")
-    weights = load_packed(folder / WEIGHTS)
-    run = bind(program, weights, native=native.bind(library), device=torch.device("cpu"))
-    return run, library.start_team
+    weights, kernels = load_packed(folder / WEIGHTS), native.bind(library)
+    runs = [
+        bind(_program(folder / plan.program), weights, native=kernels, device=torch.device("cpu"))
+        for plan in plans
+    ]
+    last_tokens = [plan.last for plan in plans]
+
+    def run(inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+        return runs[bisect_left(last_tokens, inputs.token_ids.shape[0])](inputs, kv)
+
+    return runs[0] if len(runs) == 1 else run, library.start_team
+
+
+def _program(path: Path) -> Program:
+    try:
+        return Program.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ArtifactError(f"{path}: program is not valid: {error.errors()[0]['msg']}") from None

@@ -42,6 +42,7 @@ from ostinato.runtime.artifact import (
     FileRecord,
     Manifest,
     PassRecord,
+    PlanRecord,
     Proof,
     Target,
     bind_files,
@@ -54,10 +55,13 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.program import lower
 from ostinato.runtime.proof import prove
+from ostinato.runtime.sigterm import exits_on_sigterm
 from ostinato.runtime.text import TextFrontEnd
 from ostinato.runtime.weight_pack import PackedFile, pack
 
 log = logging.getLogger(__name__)
+
+PLANS = (PlanRecord(first=1, last=MAX_STEP_TOKENS, program="program.json"),)  # one program for all steps
 
 
 def compile_model(
@@ -71,17 +75,18 @@ def compile_model(
 
     An artifact with the same key that is already there is kept, unless `passes.dump_dir` asks to see the
     passes at work. `out` is replaced as a whole at the end, so that a reader, a second compile (which waits)
-    or a kill never meets half an artifact.
+    or a kill never meets half an artifact. Errors, Ctrl-C and SIGTERM (in the main thread) leave nothing
+    behind; what a compile killed in another way leaves is removed by the next one.
     Raises ModelError, ConfigError, CompileError; ArtifactError when `out` exists and is no artifact.
     """
-    config, out = config or EngineConfig(), Path(out).absolute()
+    config, out = config or EngineConfig(), Path(out).expanduser().absolute()
     report = progress or (lambda stage, share: None)
     if out.exists() and not (out / MANIFEST).is_file() and any(out.iterdir() if out.is_dir() else [out]):
         raise ArtifactError(f"{out} exists and is not an artifact; choose another folder for -o")
     opened = open_source(source)
     key = compile_key(opened, config)
     _make_parent(out)
-    with _only_compiler_of(out):
+    with exits_on_sigterm(), _only_compiler_of(out):
         there = None if config.passes.dump_dir else _same_artifact(out, key)
         if there is not None:
             log.info("%s is up to date", out)
@@ -154,6 +159,7 @@ class _Compile:
                 reports = self._rewrite(captured)
             with self._stage("kernels"):
                 build_info = kernels.result()
+        self._seconds["kernels"] = round(build_info.seconds, 3)  # of the compiler, not of waiting for it
         with self._stage("weights"):
             packed = self._pack(captured)
         with self._stage("proof"):
@@ -229,7 +235,7 @@ class _Compile:
             exprs, self._read, self._folder / WEIGHTS,
             progress=lambda share: self._progress("weights", min(share, 0.999)),
         )  # fmt: skip
-        (self._folder / "program.json").write_text(lower(captured.graph_module, keys).model_dump_json())
+        (self._folder / PLANS[0].program).write_text(lower(captured.graph_module, keys).model_dump_json())
         return packed
 
     def _prove(self, captured: CapturedGraph, unfused: fx.GraphModule) -> Proof:
@@ -237,7 +243,7 @@ class _Compile:
             return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
 
         return prove(
-            unfused, weight, bind_files(self._folder, {"any": "program.json"})[0], captured.facts.kv_layers,
+            unfused, weight, bind_files(self._folder, PLANS)[0], captured.facts.kv_layers,
             dtype=self._dtype, vocab_size=captured.facts.vocab_size,
             block_tokens=self._config.kv.block_tokens,
         )  # fmt: skip
@@ -273,7 +279,7 @@ class _Compile:
             options=compile_options(self._config),
             passes=tuple(_record(report) for report in reports),
             proof=proof,
-            plans={f"1-{MAX_STEP_TOKENS}": "program.json"},
+            plans=PLANS,
             weights_bytes=packed.bytes,
             files=files,
         )
