@@ -57,6 +57,7 @@ class ElasticBuffer:
         self.driver = driver
         self.segments = segments
         self.capacity_bytes = segment_capacity_bytes
+        self.extent_bytes = extent_bytes
         self._granule = granule
         self._extent_granules = extent_bytes // granule
         end = -(-segments * segment_capacity_bytes // granule)
@@ -237,13 +238,16 @@ class ElasticBuffer:
                 ((start + old) * self._granule, (start + self._range.granules(s)) * self._granule)
                 for s, (start, old) in enumerate(zip(self._range.starts, before, strict=True))
             ]
+        spans: list[tuple[int, int]] = []  # address, bytes
         for s in range(self.segments):
             at, stop = s * self.capacity_bytes + begin, s * self.capacity_bytes + end
             for zeroed_from, zeroed_to in [*fresh, (stop, stop)]:
                 until = min(zeroed_from, stop)
                 if at < until:
-                    self.driver.tensor(self.base + at, until - at, None).zero_()
+                    spans.append((self.base + at, until - at))
                 at = max(at, zeroed_to)
+        if spans:
+            self.driver.zero(spans)
 
     def _window(self, what: str, index: int, size: int) -> torch.Tensor:
         self._check_open(what)

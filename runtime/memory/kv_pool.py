@@ -1,7 +1,7 @@
 """`KVPool`: the KV planes of all layers, with the same blocks committed, growing and shrinking in place.
 
 Shapes: a plane is [capacity_blocks, block_tokens, kv_heads, size]. Its tensor spans the reserved capacity and
-never moves; only blocks below `committed_blocks` may be touched.
+never moves; only blocks below `committed_blocks` may be touched. Where planes lie is `kv_layout`'s business.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ostinato.errors import ConfigError
 from ostinato.graph.facts import KVLayer
 from ostinato.runtime.config import KVConfig
 from ostinato.runtime.memory.elastic_buffer import ElasticBuffer
-from ostinato.runtime.memory.memory_limits import MemoryLimits
-from ostinato.runtime.memory.vmm import VmmDriver, VmmError, VmmOutOfMemory
+from ostinato.runtime.memory.kv_layout import Arrangement, PlanePlace, plan_layout
+from ostinato.runtime.memory.memory_limits import Limits
+from ostinato.runtime.memory.vmm import MemoryRegistered, VmmDriver, VmmError, VmmOutOfMemory
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ _MAX_BLOCKS = (1 << 31) - 1  # block tables are int32
 
 
 def plan_capacity(
-    kv: KVConfig, block_bytes: int, limits: MemoryLimits, *, min_blocks: int = 1, is_elastic: bool = True
+    kv: KVConfig, block_bytes: int, limits: Limits, *, min_blocks: int = 1, is_elastic: bool = True
 ) -> tuple[int, int]:
     """(blocks to commit at start, blocks to reserve addresses for).
 
@@ -71,8 +72,9 @@ class KVPool:
         capacity_blocks: int,
         driver: VmmDriver,
         *,
-        limits: MemoryLimits | None = None,
+        limits: Limits | None = None,
         step_bytes: int = DEFAULT_STEP_BYTES,
+        arrangement: Arrangement = "split",
     ) -> None:
         """Reserve addresses; nothing is committed. Without `limits` growth ends only at the capacity."""
         if not kv_layers:
@@ -91,12 +93,13 @@ class KVPool:
         self._committed = 0
         self._is_released = False
         self._stopped_by: str | None = None
-        self._buffers: list[_Sized] = []
-        self._places: list[_Place] = []
-        for layer in kv_layers:
-            self._add_layer(layer)
+        self._registered: set[str] = set()
+        layout = plan_layout(kv_layers, dtype.itemsize, block_tokens, arrangement)
+        self._places = layout.planes
+        self._buffers = [self._buffer(plan.segments, plan.block_bytes) for plan in layout.buffers]
         self._planes = [
-            self._shaped(p.sized.buffer.segment(p.segment), p, capacity_blocks) for p in self._places
+            self._shaped(self._buffers[p.buffer].buffer.segment(p.segment), p, capacity_blocks)
+            for p in self._places
         ]
 
     @property
@@ -132,23 +135,47 @@ class KVPool:
     def narrowed(self) -> list[torch.Tensor]:
         """The planes cut to the committed blocks: same address and strides, and the storage ends there too.
 
-        For those who register memory elsewhere. Such a view does not follow later growth, and must not be
-        used for blocks that were shrunk away since.
+        Such a view does not follow later growth, and must not be used for blocks that were shrunk away since:
+        who hands them on calls `register`.
         """
         self._check_usable("narrowed")
-        return [self._shaped(p.sized.buffer.narrowed(p.segment), p, self._committed) for p in self._places]
+        return [
+            self._shaped(self._buffers[p.buffer].buffer.narrowed(p.segment), p, self._committed)
+            for p in self._places
+        ]
 
-    def commit(self, num_blocks: int) -> int:
+    def register(self, who: str) -> list[torch.Tensor]:
+        """The narrowed planes, for a connector that registers them elsewhere, until `unregister(who)`.
+
+        Meanwhile memory may grow but none is taken away: the verbs that would raise `MemoryRegistered`.
+        """
+        views = self.narrowed()
+        self._registered.add(who)
+        return views
+
+    def unregister(self, who: str) -> None:
+        """The connector has let go of the memory."""
+        self._registered.discard(who)
+
+    @property
+    def registered_by(self) -> tuple[str, ...]:
+        """Names of the connectors that hold the memory."""
+        return tuple(sorted(self._registered))
+
+    def commit(self, num_blocks: int, *, defragment: bool = False) -> int:
         """Make blocks 0 to `num_blocks` usable, new ones zeroed; return `committed_blocks`.
 
         The result is more than asked where granules hold more anyway, and less at the capacity or where
         memory less the headroom does not allow it (`stopped_by` tells); nothing is raised then. Never takes
         blocks away. Goes in steps of `grow_step` blocks, each of them for all layers or for none; to keep a
         decode step short, ask for `committed_blocks + grow_step`.
+        With `defragment` all blocks, old ones too, lose their content and read zero: see `defragment`.
         Raises `VmmError` if the driver fails for another reason than lack of memory; what earlier steps gave
         stays.
         """
         self._check_usable("commit")
+        if defragment:
+            self._check_unregistered("commit with defragment")
         if num_blocks < 0:
             raise ValueError(f"commit({num_blocks}): must not be negative")
         target = min(num_blocks, self.capacity_blocks)
@@ -167,7 +194,16 @@ class KVPool:
                 refusal = refusal_now
                 break
         self._stopped_by = refusal
+        if defragment:
+            self.defragment()
         return self._committed
+
+    def handles_of_step(self) -> dict[int, int]:
+        """Bytes of a handle -> how many of them one step of growth takes."""
+        wanted: dict[int, int] = {}
+        for buffer, _ in self._buffers:
+            wanted[buffer.extent_bytes] = wanted.get(buffer.extent_bytes, 0) + buffer.segments
+        return wanted
 
     def shrink(self, num_blocks: int) -> int:
         """Keep blocks 0 to `num_blocks` and give memory behind them back; return `committed_blocks`.
@@ -180,6 +216,7 @@ class KVPool:
         self._check_usable("shrink")
         if num_blocks < 0:
             raise ValueError(f"shrink({num_blocks}): must not be negative")
+        self._check_unregistered("shrink")
         self._committed = min(self._committed, num_blocks)
         failure = None
         for buffer, bytes_per_block in self._buffers:
@@ -198,6 +235,7 @@ class KVPool:
         again.
         """
         self._check_open("release_physical")
+        self._check_unregistered("release_physical")
         self._is_released = True
         failure = None
         for buffer, _ in self._buffers:
@@ -231,6 +269,7 @@ class KVPool:
         handles.
         """
         self._check_usable("defragment")
+        self._check_unregistered("defragment")
         try:
             for buffer, _ in self._buffers:
                 buffer.defragment()
@@ -254,7 +293,7 @@ class KVPool:
         if self.is_closed:
             return True
         buffers = [sized.buffer for sized in self._buffers]
-        self._planes, self._places, self._buffers = [], [], []
+        self._planes, self._places, self._buffers = [], (), []
         self._committed = 0
         held = [buffer for buffer in buffers if not buffer.close()]
         if held:
@@ -264,33 +303,20 @@ class KVPool:
             )
         return not held
 
-    def _add_layer(self, layer: KVLayer) -> None:
-        sizes = (layer.k_size, layer.v_size)
-        block = [self.block_tokens * layer.kv_heads * size * self._dtype.itemsize for size in sizes]
-        if min(block) < 1:
-            raise ValueError(f"{layer!r}: heads and sizes must be at least 1")
-        if block[0] == block[1]:
-            both = self._add_buffer(2, block[0])
-            self._places += [_Place(both, s, (layer.kv_heads, size)) for s, size in enumerate(sizes)]
-        else:  # segments of one buffer are equal, so each plane has its own
-            self._places += [
-                _Place(self._add_buffer(1, n), 0, (layer.kv_heads, size))
-                for n, size in zip(block, sizes, strict=True)
-            ]
-
-    def _add_buffer(self, segments: int, bytes_per_block: int) -> _Sized:
+    def _buffer(self, segments: int, bytes_per_block: int) -> _Sized:
         granule = self.driver.granularity
         capacity = (
             -(-self.capacity_blocks * bytes_per_block // granule) * granule
         )  # planes start at a granule
         extent = -(-min(self.grow_step, self.capacity_blocks) * bytes_per_block // granule) * granule
-        sized = _Sized(ElasticBuffer(self.driver, segments, capacity, extent_bytes=extent), bytes_per_block)
-        self._buffers.append(sized)
-        return sized
+        return _Sized(ElasticBuffer(self.driver, segments, capacity, extent_bytes=extent), bytes_per_block)
 
-    def _shaped(self, flat: torch.Tensor, place: _Place, blocks: int) -> torch.Tensor:
-        flat = flat[: blocks * place.sized.bytes_per_block]
-        return flat.view(self._dtype).view(blocks, self.block_tokens, *place.tail)
+    def _shaped(self, flat: torch.Tensor, place: PlanePlace, blocks: int) -> torch.Tensor:
+        bytes_per_block = self._buffers[place.buffer].bytes_per_block
+        itemsize = self._dtype.itemsize
+        rows = flat[: blocks * bytes_per_block].view(self._dtype).view(blocks, bytes_per_block // itemsize)
+        first, size = place.offset // itemsize, self.block_tokens * place.tail[0] * place.tail[1]
+        return rows[:, first : first + size].view(blocks, self.block_tokens, *place.tail)
 
     def _rounded(self, blocks: int) -> int:
         """The most blocks that take no more granules than `blocks` do."""
@@ -334,6 +360,12 @@ class KVPool:
         if self.is_closed:
             raise ValueError(f"{what}: the pool is closed; make a new one")
 
+    def _check_unregistered(self, what: str) -> None:
+        if self._registered:
+            raise MemoryRegistered(
+                f"{what}: {', '.join(self.registered_by)} has registered the memory; unregister it there"
+            )
+
     def _check_usable(self, what: str) -> None:
         self._check_open(what)
         if self._is_released:
@@ -343,11 +375,3 @@ class KVPool:
 class _Sized(NamedTuple):
     buffer: ElasticBuffer
     bytes_per_block: int  # in each segment
-
-
-class _Place(NamedTuple):
-    """Where a plane is, and its shape behind [blocks, block_tokens]."""
-
-    sized: _Sized
-    segment: int
-    tail: tuple[int, int]

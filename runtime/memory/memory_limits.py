@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,23 @@ class MemoryState(NamedTuple):
     total_bytes: int
     free_bytes: int
     source: str  # "MemAvailable", or the cgroup's folder
+
+
+class Limits(Protocol):
+    """How much memory may still be taken from where the KV pool lives."""
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is always left to others."""
+        ...
+
+    def read(self) -> MemoryState:
+        """Total and free memory now."""
+        ...
+
+    def available(self) -> int:
+        """Bytes that may be taken now: what is free, less the headroom; never negative."""
+        ...
 
 
 class _Group(NamedTuple):

@@ -1,4 +1,4 @@
-"""`VmmDriver`: virtual memory of one device as eight calls, so that one `ElasticBuffer` serves every device.
+"""`VmmDriver`: virtual memory of one device as nine calls, so that one `ElasticBuffer` serves every device.
 
 An address range is reserved once, at no cost. Physical memory is created as handles and mapped under the
 range piece by piece; the address never changes. Drivers: `vmm_host` (Linux), `vmm_plain` (anywhere, cannot
@@ -8,6 +8,7 @@ these calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +22,10 @@ class VmmError(EngineError):
 
 class VmmOutOfMemory(VmmError):
     """There is no memory (or no address space) left; asking for less, or later, may succeed."""
+
+
+class MemoryRegistered(VmmError):
+    """A connector has registered the memory: it may not be taken away, and nothing was."""
 
 
 class VmmDriver(Protocol):
@@ -89,6 +94,10 @@ class VmmDriver(Protocol):
 
     def quiesce(self) -> None:
         """Return when no work given to the device before can touch memory; called before any `unmap`."""
+        ...
+
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Set mapped (address, size) spans, not of granules, to zero; done for everybody when it returns."""
         ...
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:

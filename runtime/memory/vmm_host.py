@@ -16,6 +16,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +191,11 @@ class HostVmm:
 
     def quiesce(self) -> None:
         """Nothing to wait for: work on the host is over when its call returns."""
+
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Set (address, size) spans to zero."""
+        for address, size in spans:
+            self.tensor(address, size, None).zero_()
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
         """A uint8 tensor [size] over addresses, mapped or not; its storage keeps `owner` alive."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -98,6 +99,13 @@ class PlainVmm:
 
     def quiesce(self) -> None:
         """Nothing to do: no memory is ever taken away."""
+
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Set (address, size) spans to zero."""
+        for address, size in spans:
+            self.tensor(address, size, None).zero_()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
         """A part of the allocation; the allocation lives as long as the tensor, so `owner` is not needed."""

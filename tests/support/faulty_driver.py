@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,6 +103,10 @@ class ModelVmm:
 
     def quiesce(self) -> None:
         pass
+
+    def zero(self, spans: Sequence[tuple[int, int]]) -> None:
+        for address, size in spans:
+            self.tensor(address, size, None).zero_()
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
         block = self._slice(address, size)
