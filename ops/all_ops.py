@@ -10,4 +10,5 @@ from ostinato.ops import (  # noqa: F401
     rope_kv_write,
     rope_table,
     silu_mul,
+    take_pending,
 )

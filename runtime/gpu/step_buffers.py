@@ -110,7 +110,11 @@ class StepBuffers:
         )
 
     def fill(self, plan: Plan, shape: StepShape, slots: dict[str, int], host: HostStep) -> None:
-        """Write a plan. `slots`: request -> place of its newest token; rows past the plan are made inert."""
+        """Write a plan. `slots`: request -> place of its newest token; rows past the plan are made inert.
+
+        With as many logit rows as sequences, row i is the last token of sequence i; else they are the rows
+        that the plan wants.
+        """
         entries = plan.entries
         count, tokens = len(entries), plan.num_tokens
         starts = np.fromiter((entry.start for entry in entries), np.int64, count)
@@ -136,11 +140,14 @@ class StepBuffers:
         host.token_ids[:tokens] = np.fromiter(
             chain.from_iterable(entry.token_ids for entry in entries), np.int64, tokens
         )
-        last = host.query_start[1 : count + 1] - 1
+        last = host.query_start[1 : count + 1].astype(np.int64) - 1
         for place, entry in zip(last, entries, strict=True):
             if entry.token_ids[-1] == PENDING:
                 host.token_ids[place] = -1 - slots[entry.request_id]
         np.add(starts, lengths, out=host.seq_lens[:count], casting="unsafe")
+        rows = last if shape.logit_rows == shape.sequences else _wanted_rows(plan)
+        host.logit_rows[: len(rows)] = rows
+        host.logit_rows[len(rows) :] = 0
         host.token_ids[tokens:] = 0
         host.positions[tokens:] = 0
         host.slot_mapping[tokens:] = -1
@@ -178,3 +185,11 @@ class StepBuffers:
         host = torch.from_numpy(packed)
         moved = (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
         self.tables.view(-1)[moved[: len(at)]] = moved[len(at) :].int()
+
+
+def _wanted_rows(plan: Plan) -> Ints:
+    rows, end = [], 0
+    for entry in plan.entries:
+        end += len(entry.token_ids)
+        rows.append(np.arange(end - entry.num_logit_rows, end))
+    return np.concatenate(rows)

@@ -1,0 +1,138 @@
+"""CUDA graphs of whole steps, one per shape: captured once, checked against eager, then replayed.
+
+Shapes ("buckets") are a table made at start: decode steps of 1 to `max_running` sequences, and mixed steps of
+up to `gpu.graph_tokens` tokens. A plan runs in the smallest that holds it; a plan that none holds runs
+uncaptured through the same program, and the reason is counted. All graphs share one memory pool: they never
+run at the same time, and each leaves its logits where its own replay put them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.runtime.runner import StepShape
+from ostinato.runtime.scheduling.plan import Plan
+
+log = logging.getLogger(__name__)
+
+DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+MIXED_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+HOT_DECODE, HOT_MIXED = 64, 256  # captured before the engine says that it is ready; the rest when it idles
+
+
+class Replay(NamedTuple):
+    """A captured step."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # [R, V]; valid until another graph is replayed
+
+
+def bucket_shapes(max_running: int, graph_tokens: int) -> list[StepShape]:
+    """All shapes to capture, hottest first."""
+    sizes = [size for size in DECODE_SIZES if size < max_running] + [max_running]
+    if sizes[-1] > DECODE_SIZES[-1]:
+        sizes = sizes[:-1]  # a larger step is mixed, or runs uncaptured
+    decode = [StepShape(size, size, size) for size in sizes if size <= graph_tokens]
+    mixed = [
+        StepShape(tokens, min(tokens // 2, max_running), min(tokens // 2, max_running))
+        for tokens in MIXED_TOKENS  # fewer sequences than tokens: kernels take equal numbers for a decode step
+        if tokens <= graph_tokens
+    ]
+    hot = [s for s in decode if s.tokens <= HOT_DECODE] + [s for s in mixed if s.tokens <= HOT_MIXED]
+    return hot + [s for s in decode + mixed if s not in hot]
+
+
+class StepGraphs:
+    """The captured steps of one model. One thread uses it, on the stream that it was made with."""
+
+    def __init__(
+        self,
+        body: Callable[[StepShape], Tensor],
+        prepare: Callable[[StepShape], None],
+        shapes: list[StepShape],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """`body` gives a step's kernels to the current stream and returns the logits; `prepare` puts inputs of
+        that shape on the device, for the check.
+        """
+        self._body, self._prepare, self._stream = body, prepare, stream
+        self._waiting = list(shapes)
+        self._captured: dict[StepShape, Replay] = {}
+        self._decode = sorted(s for s in shapes if s.tokens == s.sequences)
+        self._mixed = sorted(s for s in shapes if s.tokens > s.sequences)
+        self._pool = torch.cuda.graph_pool_handle()
+        self.eager: Counter[str] = Counter()
+        self.replays = 0
+        self.seconds = 0.0
+
+    def fit(self, plan: Plan) -> tuple[StepShape, Replay | None]:
+        """The shape that a plan runs in, and its captured step; None counts the reason in `eager`."""
+        rows = sum(entry.num_logit_rows for entry in plan.entries)
+        count = len(plan.entries)
+        if any(entry.prompt_logit_rows for entry in plan.entries):
+            self.eager["prompt_logprobs"] += 1
+            return StepShape(plan.num_tokens, count, rows), None
+        shapes = self._decode if plan.num_tokens == count else self._mixed
+        for shape in shapes:
+            if shape.tokens >= plan.num_tokens and shape.sequences >= count:
+                replay = self._captured.get(shape)
+                if replay is not None:
+                    self.replays += 1
+                    return shape, replay
+                self.eager["not_captured"] += 1
+                break
+        else:
+            self.eager["too_large"] += 1
+        return StepShape(plan.num_tokens, count, count), None
+
+    def capture_hot(self) -> None:
+        """Capture what is needed before the engine is ready."""
+        while self._waiting and self._is_hot(self._waiting[0]):
+            self.capture_next()
+
+    def capture_next(self) -> bool:
+        """Capture the next shape; False when none is left. Costs 10 to 50 ms; nothing may be in flight."""
+        if not self._waiting:
+            return False
+        shape = self._waiting.pop(0)
+        began = time.perf_counter()
+        replay = self._capture(shape)
+        if replay is not None:
+            self._captured[shape] = replay
+        self.seconds += time.perf_counter() - began
+        return True
+
+    def clear(self) -> None:
+        """Forget every graph; they hold memory and the addresses of KV planes."""
+        self._captured.clear()
+        self._waiting.clear()
+
+    def _is_hot(self, shape: StepShape) -> bool:
+        return shape.tokens <= (HOT_DECODE if shape.tokens == shape.sequences else HOT_MIXED)
+
+    def _capture(self, shape: StepShape) -> Replay | None:
+        self._prepare(shape)
+        eager = self._body(shape).clone()  # also loads every kernel: nothing may be loaded in a capture
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            logits = self._body(shape)
+        finally:
+            graph.capture_end()
+        self._prepare(shape)
+        graph.replay()
+        self._stream.synchronize()
+        if torch.equal(logits, eager):
+            return Replay(graph, logits)
+        off = (logits.float() - eager.float()).abs().max().item()
+        log.error("graph of %s differs from eager by %g; steps of this shape run uncaptured", shape, off)
+        self.eager["self_check"] += 1
+        return None

@@ -1,0 +1,97 @@
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.ops.step_inputs import StepInputs
+from ostinato.ops.take_pending import take_pending_reference
+from ostinato.runtime.gpu.step_buffers import StepBuffers
+from ostinato.runtime.runner import StepShape
+from ostinato.runtime.scheduling.plan import PENDING, Plan, PlanEntry
+
+BLOCK = 4
+
+
+def buffers() -> StepBuffers:
+    return StepBuffers(
+        max_tokens=32,
+        max_sequences=8,
+        table_width=8,
+        block_tokens=BLOCK,
+        sample_bytes=24,
+        device=torch.device("cpu"),
+    )
+
+
+def entry(name: str, tokens: Sequence[int], start: int, blocks: tuple[int, ...]) -> PlanEntry:
+    return PlanEntry(name, tuple(tokens), start, blocks, True, len(tokens) - 1, 0, 1)
+
+
+def fed(
+    step: StepBuffers, shape: StepShape, *entries: PlanEntry, slots: dict[str, int] | None = None
+) -> StepInputs:
+    plan = Plan(1, entries, sum(len(e.token_ids) for e in entries))
+    step.fill(plan, shape, slots or {}, step.host(shape))
+    step.send(shape)
+    return step.inputs(shape)[0]
+
+
+def test_a_mixed_step_is_laid_out_row_by_row() -> None:
+    inputs = fed(buffers(), StepShape(4, 2, 2), entry("a", [7], 5, (3, 1)), entry("b", [8, 9, 10], 2, (6, 2)))
+    assert inputs.token_ids.tolist() == [7, 8, 9, 10]
+    assert inputs.positions.tolist() == [5, 2, 3, 4]
+    assert inputs.slot_mapping.tolist() == [1 * BLOCK + 1, 6 * BLOCK + 2, 6 * BLOCK + 3, 2 * BLOCK]
+    assert inputs.seq_lens.tolist() == [6, 5]
+    assert inputs.query_start.tolist() == [0, 1, 4]
+    assert inputs.logit_rows.tolist() == [0, 3]
+    assert [row[:2] for row in inputs.block_tables.tolist()] == [[3, 1], [6, 2]]
+
+
+def test_more_logit_rows_than_sequences_are_those_that_the_plan_wants() -> None:
+    scored = PlanEntry("b", (8, 9, 10), 0, (6,), True, 0, 0, 4)
+    inputs = fed(buffers(), StepShape(4, 2, 4), entry("a", [7], 5, (3, 1)), scored)
+    assert inputs.logit_rows.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_past_the_plan_are_inert() -> None:
+    step, shape = buffers(), StepShape(4, 4, 4)
+    fed(step, shape, *(entry(name, [5], 9, (1, 2, 3)) for name in "abcd"))
+    inputs = fed(step, shape, entry("a", [6], 10, (1, 2, 3)))
+    assert inputs.token_ids.tolist() == [6, 0, 0, 0]
+    assert inputs.slot_mapping.tolist() == [3 * BLOCK + 2, -1, -1, -1]
+    assert inputs.seq_lens.tolist() == [11, 0, 0, 0]
+    assert inputs.query_start.tolist() == [0, 1, 1, 1, 1]
+
+
+def test_a_pending_token_is_read_from_the_slot_of_its_request() -> None:
+    inputs = fed(
+        buffers(),
+        StepShape(2, 2, 2),
+        entry("a", [PENDING], 3, (0,)),
+        entry("b", [11], 3, (1,)),
+        slots={"a": 5},
+    )
+    take_pending_reference(inputs.token_ids, torch.tensor([0, 0, 0, 0, 0, 42]))
+    assert inputs.token_ids.tolist() == [42, 11]
+
+
+def test_tables_follow_sequences_that_grow_and_change_places() -> None:
+    step, shape = buffers(), StepShape(2, 2, 2)
+    fed(step, shape, entry("a", [1], 3, (4,)), entry("b", [1], 3, (5,)))
+    inputs = fed(step, shape, entry("a", [1], 4, (4, 6)), entry("b", [1], 4, (5, 7)))
+    assert inputs.block_tables[:, :2].tolist() == [[4, 6], [5, 7]]
+    inputs = fed(step, shape, entry("b", [1], 5, (5, 7)), entry("c", [1], 4, (4, 2)))
+    assert inputs.block_tables[:, :2].tolist() == [[5, 7], [4, 2]]
+
+
+def test_every_field_of_every_shape_is_aligned_for_the_kernels() -> None:
+    step = buffers()
+    for shape in (StepShape(1, 1, 1), StepShape(3, 3, 3), StepShape(7, 2, 5), StepShape(32, 8, 8)):
+        inputs, samples = step.inputs(shape)
+        base = inputs.token_ids.data_ptr()
+        fields = [*inputs._replace(block_tables=inputs.token_ids), samples]
+        assert all((field.data_ptr() - base) % 16 == 0 for field in fields)
+        assert (inputs.token_ids.numel(), inputs.seq_lens.numel(), samples.numel()) == (
+            shape.tokens,
+            shape.sequences,
+            24 * shape.logit_rows,
+        )
