@@ -372,7 +372,9 @@ def test_progress_is_shown_only_when_asked_for(llm, capsys):
     assert "2/2" in capsys.readouterr().err
 
 
-def test_a_model_folder_is_compiled_once_and_then_loaded_from_the_cache(tmp_path, monkeypatch, capsys):
+def test_a_model_folder_is_compiled_once_and_then_loaded_from_the_cache(
+    shared_kernels, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny("llama", tmp_path / "tiny")
     settings = {"cpu": {"bind": False}, "kv": {"initial_mib": 1, "max_gib": 0.1, "headroom_gib": 0}}

@@ -1,39 +1,23 @@
-"""KV planes that grow in place: shapes, limits, failures in the middle of the layers, life after close."""
+"""KV planes that grow in place: shapes, limits, life after close."""
 
 import gc
 import logging
-import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from ostinato.errors import ConfigError
 from ostinato.graph.facts import KVLayer
-from ostinato.runtime.config import KVConfig
-from ostinato.runtime.memory.kv_pool import KVPool, plan_capacity
+from ostinato.runtime.memory.kv_pool import KVPool
 from ostinato.runtime.memory.memory_limits import MemoryLimits
-from ostinato.runtime.memory.vmm import VmmError, VmmOutOfMemory
 from ostinato.runtime.memory.vmm_host import HostVmm
 from ostinato.runtime.memory.vmm_plain import PlainVmm
-from tests.support.faulty_driver import FaultyDriver, ModelVmm
+from tests.support.faulty_driver import ModelVmm
+from tests.support.kv_pools import EQUAL, free_memory, small_pool
 
 MIB = 1 << 20
-GIB = 1 << 30
-EQUAL = KVLayer(kv_heads=2, k_size=8, v_size=8)  # 4 tokens of float32: 256 bytes a block and plane
-UNEQUAL = KVLayer(kv_heads=1, k_size=16, v_size=4)  # 256 and 64 bytes
 DEMO = [KVLayer(kv_heads=3, k_size=64, v_size=64)] * 30
-
-
-def small_pool(driver, layers=(EQUAL, UNEQUAL), capacity: int = 40, **named) -> KVPool:
-    return KVPool(layers, torch.float32, 4, capacity, driver, **named)
-
-
-def free_memory(root: Path, free_mib: float, total_mib: int = 8192) -> None:
-    (root / "proc").mkdir(exist_ok=True)
-    text = f"MemTotal: {total_mib << 10} kB\nMemAvailable: {int(free_mib * 1024)} kB\n"
-    (root / "proc/meminfo").write_text(text)
 
 
 def shmem_resident() -> int:
@@ -148,120 +132,6 @@ def test_a_step_of_growth_is_bounded_and_reaches_all_that_was_asked():
     )  # 64 KiB hold 5.3 blocks of a plane
 
 
-OPERATIONS = {
-    "commit": lambda p: p.commit(23),
-    "shrink": lambda p: p.shrink(2),
-    "release": lambda p: p.release_physical(),
-    "recommit": lambda p: (p.release_physical(), p.recommit()),
-    "defragment": lambda p: p.defragment(),
-}
-
-
-def faulty_pool() -> tuple[FaultyDriver, KVPool]:
-    driver = FaultyDriver(ModelVmm(64))
-    pool = small_pool(driver, step_bytes=8 * 832)
-    pool.commit(7)
-    pool.commit(15)
-    for number, plane in enumerate(pool.planes()):
-        plane[:15] = number + 1
-    return driver, pool
-
-
-@pytest.mark.parametrize("keeps_failing", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_failure_of_any_driver_call_leaves_all_layers_equal_and_a_retry_works(name, keeps_failing):
-    driver, pool = faulty_pool()
-    before = driver.counts.total()
-    OPERATIONS[name](pool)
-    calls = driver.counts.total() - before
-    assert calls >= 8
-    for k in range(1, calls + 1):
-        driver, pool = faulty_pool()
-        planes = pool.planes()
-        driver.arm(k, keeps_failing=keeps_failing)
-        with pytest.raises(VmmError, match="made to fail"):
-            OPERATIONS[name](pool)
-        driver.heal()
-        assert pool.physical_bytes == driver.inner.physical_bytes
-        if name == "commit":
-            assert pool.committed_blocks == 15
-        if name == "shrink":
-            assert pool.committed_blocks == 2
-        if name in ("commit", "shrink"):
-            pool.check()
-            assert all(float(plane[:2].min()) == n + 1 for n, plane in enumerate(planes))
-            OPERATIONS[name](pool)
-        elif pool.is_released:
-            pool.release_physical()
-            pool.check()
-            assert pool.physical_bytes == 0
-            assert pool.recommit() == 15
-            assert all(int(plane[:15].count_nonzero()) == 0 for plane in planes)
-        assert pool.commit(40) == 40
-        pool.check()
-        assert all(int(plane[15:].count_nonzero()) == 0 for plane in planes)
-        assert pool.close()
-        model = driver.inner
-        assert (model.created, model.physical_bytes, model.reservations) == (model.released, 0, {})
-
-
-def test_recommit_after_a_release_that_missed_a_layer_zeroes_that_layer_too():
-    driver, pool = faulty_pool()
-    driver.arm(2)  # the first layer's first unmap
-    with pytest.raises(VmmError, match="unmap: made to fail"):
-        pool.release_physical()
-    assert pool.recommit() == 15
-    pool.check()
-    assert all(int(plane[:15].count_nonzero()) == 0 for plane in pool.planes())
-
-
-def test_after_a_failed_defragment_the_pool_is_released():
-    driver, pool = faulty_pool()
-    driver.arm(2)
-    with pytest.raises(VmmError, match="made to fail"):
-        pool.defragment()
-    assert (pool.is_released, pool.committed_blocks, pool.physical_bytes) == (True, 0, 0)
-
-
-def test_lack_of_memory_in_any_layer_is_rolled_back_and_not_raised():
-    for k in range(1, 13):
-        driver, pool = faulty_pool()
-        physical = pool.physical_bytes
-        driver.arm(k, error=VmmOutOfMemory)
-        assert pool.commit(23) == 15
-        assert (pool.physical_bytes, pool.stopped_by) == (physical, driver_said(pool))
-        pool.check()
-        assert pool.commit(23) == 23
-
-
-def driver_said(pool: KVPool) -> str:
-    assert re.fullmatch(r"(create|map|set_access): made to fail", pool.stopped_by)
-    return pool.stopped_by
-
-
-def test_random_commits_and_shrinks_keep_the_books():
-    rng = random.Random(1)
-    driver = FaultyDriver(ModelVmm(64))
-    pool = small_pool(driver, step_bytes=2_000)
-    for step in range(2_000):
-        if rng.random() < 0.3:
-            driver.arm(
-                rng.randrange(1, 20),
-                keeps_failing=rng.random() < 0.3,
-                error=rng.choice([VmmError, VmmOutOfMemory]),
-            )
-        try:
-            (pool.commit if rng.random() < 0.5 else pool.shrink)(rng.randrange(41))
-        except VmmError as error:
-            assert "made to fail" in str(error)  # noqa: PT017  # either outcome is fine, the books must be right
-        driver.heal()
-        if step % 10 == 0:
-            pool.check()
-        assert pool.physical_bytes == driver.inner.physical_bytes
-    assert pool.close()
-    assert driver.inner.created == driver.inner.released
-
-
 def test_released_pool_keeps_planes_and_comes_back_zeroed():
     pool = small_pool(HostVmm(4096))
     pool.commit(16)
@@ -368,34 +238,3 @@ def test_negative_block_counts_are_refused():
         pool.commit(-1)
     with pytest.raises(ValueError, match=r"shrink\(-1\)"):
         pool.shrink(-1)
-
-
-@pytest.mark.parametrize(
-    ("kv", "free_mib", "total_mib", "expected"),
-    [
-        ({}, 6144, 8192, (64, 7168)),  # initial_mib 64; total less 1 GiB of headroom
-        ({"max_gib": 2}, 6144, 8192, (64, 2048)),
-        ({"max_gib": 100}, 6144, 8192, (64, 7168)),
-        ({"initial_mib": 4096, "max_gib": 2}, 6144, 8192, (2048, 2048)),
-        ({"initial_mib": 4096}, 2048, 8192, (1024, 7168)),  # no more at start than is free
-        ({"headroom_gib": 0}, 10, 8192, (10, 8192)),
-        ({"initial_mib": 1}, 6144, 8192, (5, 7168)),  # min_blocks
-    ],
-)
-def test_capacity_follows_limits_and_the_start_what_is_free(tmp_path, kv, free_mib, total_mib, expected):
-    free_memory(tmp_path, free_mib, total_mib)
-    config = KVConfig(**kv)
-    limits = MemoryLimits(int(config.headroom_gib * GIB), tmp_path)
-    assert plan_capacity(config, MIB, limits, min_blocks=5) == expected
-    assert plan_capacity(config, MIB, limits, min_blocks=5, is_elastic=False) == (expected[0], expected[0])
-
-
-def test_too_little_memory_is_an_error_with_needed_available_and_a_fix(tmp_path):
-    free_memory(tmp_path, 1026.5)
-    with pytest.raises(ConfigError) as caught:
-        plan_capacity(KVConfig(), MIB, MemoryLimits(GIB, tmp_path), min_blocks=5)
-    message = str(caught.value)
-    assert message.startswith(
-        "KV memory: 5 blocks of 1048576 B (5.0 MiB) are needed, 2 may be taken (1026 MiB free"
-    )
-    assert "lower kv.headroom_gib" in message
