@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
@@ -13,10 +12,10 @@ from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, new_id, usage
 from ostinato.runtime.http.api_schema import ChatRequest, TokenizeRequest
 from ostinato.runtime.http.chat_messages import template_messages
-from ostinato.runtime.http.choices import Choice, make_choices, run_choices
+from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
-from ostinato.runtime.http.event_stream import stream_events
 from ostinato.runtime.http.request_rules import check_prompt, fit, read_request, sampling_params
+from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.text import TextFrontEnd
 
@@ -37,23 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
         check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
         sampling = fit(sampling, prompt_ids, window, param="messages")
-        answer = ChatAnswer(state, fields)
-        choices = make_choices(
-            state,
-            answer.id,
-            [prompt_ids],
-            [sampling],
-            fields.n or 1,
-            priority=fields.priority or 0,
-            cache_salt=fields.cache_salt or "",
-        )
-        async with aclosing(run_choices(state, choices)) as deltas:
-            if fields.stream:
-                return await stream_events(request, deltas, answer.events, lambda: answer.closing(choices))
-            whole = [Collected() for _ in choices]
-            async for choice, delta in deltas:
-                whole[choice.index].add(delta)
-        return web.Response(text=answer.body(choices, whole), content_type="application/json")
+        return await send_answer(request, fields, ChatAnswer(state, fields), [prompt_ids], [sampling])
 
 
 def chat_prompt_ids(

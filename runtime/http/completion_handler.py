@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from aiohttp import web
 
@@ -12,10 +11,10 @@ from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, new_id, usage
 from ostinato.runtime.http.api_schema import CompletionRequest
-from ostinato.runtime.http.choices import Choice, make_choices, run_choices
+from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
-from ostinato.runtime.http.event_stream import stream_events
 from ostinato.runtime.http.request_rules import MAX_CHOICES, check_prompt, fit, read_request, sampling_params
+from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.prompt_room import room_left
 
@@ -45,22 +44,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
             )
         window = state.engine.info.max_model_len
         answer = CompletionAnswer(state, fields, [text for text, _ in prompts])
-        choices = make_choices(
-            state,
-            answer.id,
-            [ids for _, ids in prompts],
-            [fit(sampling, ids, window, param="prompt") for _, ids in prompts],
-            n,
-            priority=fields.priority or 0,
-            cache_salt=fields.cache_salt or "",
-        )
-        async with aclosing(run_choices(state, choices)) as deltas:
-            if fields.stream:
-                return await stream_events(request, deltas, answer.events, lambda: answer.closing(choices))
-            whole = [Collected() for _ in choices]
-            async for choice, delta in deltas:
-                whole[choice.index].add(delta)
-        return web.Response(text=answer.body(choices, whole), content_type="application/json")
+        all_ids = [ids for _, ids in prompts]
+        several = [fit(sampling, ids, window, param="prompt") for ids in all_ids]
+        return await send_answer(request, fields, answer, all_ids, several)
 
 
 async def _prompts(state: ServerState, fields: CompletionRequest) -> list[tuple[str | None, list[int]]]:
