@@ -1,0 +1,187 @@
+"""Products of a few tokens with rows of a weight matrix: what skinny_linear and skinny_gated share.
+
+A program owns BLOCK_R weight rows and reads each of their values once. One token is multiplied by fused
+multiply-adds in float32; up to 8 or 16 tokens by tensor cores, the weight being the large operand.
+A norm of x costs no second pass: y = rstd(x) * sum_k (x_k * (w_k + offset)) W_nk, with the sum of squares
+collected in the same loop.
+Programmatic dependent launch: weights are constants (no kernel of a step writes them), so the first of them
+are on their way, into registers or into L2, before the program waits for the kernel that makes x.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.ops.launch import jit, tl
+
+MAX_TOKENS = 16  # above, a matrix product of the library is as good, and the parts are called
+
+
+# Where the norm happens in a kernel: nowhere; its quotient after the sums; before them, in a pass of its own.
+NO_NORM, NORM_LAST, NORM_FIRST = 0, 1, 2
+
+
+class Config(NamedTuple):
+    """How a launch splits its work."""
+
+    by_tensor_cores: bool  # else by multiply-adds: one token a program
+    rows: int  # outputs of a program
+    block_k: int  # columns of one step of its loop
+    num_warps: int
+    num_stages: int  # steps in flight (tensor cores only)
+    split: int = 1  # programs that share the columns; more than one: a second kernel adds their sums
+    prefetch: int = 0  # columns brought into L2 before the wait for x
+
+
+def check_config(op: str, config: Config, dtype: torch.dtype) -> None:
+    if config.by_tensor_cores and dtype == torch.float32:
+        raise ValueError(f"{op}: {config} for float32, which tensor cores would round; use multiply-adds")
+    if config.split > 1 and not config.by_tensor_cores:
+        raise ValueError(f"{op}: {config}: only the tensor core kernel splits columns; use split=1")
+
+
+def token_block(num_tokens: int, config: Config) -> int:
+    """Tokens of a program as the kernels' BLOCK_T; 0 stands for one token without tensor cores."""
+    if not config.by_tensor_cores:
+        return 0
+    return 8 if num_tokens <= 8 else 16
+
+
+def row_stride(rows: Tensor, num_tokens: int) -> int:
+    """Stride of [T, .] rows; the stride of a lone row means nothing and shall not make a variant."""
+    return rows.stride(0) if num_tokens > 1 else rows.shape[1]
+
+
+def norm_stage(norm_weight: Tensor | None, x: Tensor, config: Config) -> int:
+    """The kernels' NORM. fp16 is normed before tensor cores take it: x * weight alone could overflow."""
+    if norm_weight is None:
+        return NO_NORM
+    return NORM_FIRST if config.by_tensor_cores and x.dtype == torch.float16 else NORM_LAST
+
+
+def check_dense_rows(op: str, weight: Tensor) -> None:
+    """A weight is never copied in a step, so the kernels want rows whose values lie side by side."""
+    if weight.stride(-1) != 1 and weight.numel():
+        raise ValueError(f"{op}: weight has strides {weight.stride()}; the last one must be 1 on a GPU")
+
+
+@jit
+def _in_eights(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """a * b, [ROWS, COLUMNS] in float32, summed over 8 columns, which one thread holds: few registers."""
+    return tl.sum(tl.reshape(a * b, (ROWS, COLUMNS // 8, 8)), 2)
+
+
+@jit
+def _prefetch(at, first, stop, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """Ask L2 for columns first to first + COUNT, stop at most, of the rows at `at`: one request a line."""
+    LINE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
+    column = tl.minimum(first + tl.arange(0, COUNT // LINE) * LINE, stop - 1)
+    address = (at[:, None] + column[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def sums_of_one(  # type: ignore[no-untyped-def]  # Triton
+    x,
+    at,
+    norm_weight,
+    eps,
+    offset,
+    K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token: its sums [BLOCK_R] with the rows that start at `at`, normed."""
+    k = tl.arange(0, BLOCK_K)
+    ahead = tl.load(at[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if PDL:
+        if PREFETCH > 0:
+            _prefetch(at, BLOCK_K, K, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros([BLOCK_R, BLOCK_K // 8], tl.float32)
+    squares = tl.zeros([1, BLOCK_K // 8], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        w = ahead.to(tl.float32)
+        next_k = start + BLOCK_K + k
+        ahead = tl.load(
+            at[:, None] + next_k[None, :],
+            mask=(next_k < K)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        column = (start + k)[None, :]
+        values = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += _in_eights(values, values, 1, BLOCK_K)
+            scale = tl.load(norm_weight + column, mask=column < K, other=0.0).to(tl.float32)
+            values = values * (scale + offset)
+        sums += _in_eights(w, values, BLOCK_R, BLOCK_K)
+    total = tl.sum(sums, 1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    return total
+
+
+@jit
+def sums_of_many(  # type: ignore[no-untyped-def]  # Triton
+    x,
+    at,
+    norm_weight,
+    num_tokens,
+    first,
+    x_stride,
+    eps,
+    offset,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    NORM: tl.constexpr,
+    FLOAT32_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sums [BLOCK_R, BLOCK_T] over columns first to first + COLUMNS, and each token's sum of their squares.
+
+    With NORM 1 the caller norms the sums, once it has the squares of all columns.
+    """
+    if PDL:
+        if PREFETCH > 0:
+            _prefetch(at, first, K, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+    k, t = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
+    x_at = x + t.to(tl.int64)[:, None] * x_stride
+    there = (t < num_tokens)[:, None]
+    if NORM == 2:
+        squares = tl.zeros([BLOCK_T, BLOCK_K // 8], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            wide = tl.load(x_at + (start + k)[None, :], mask=there & (start + k < K)[None, :], other=0.0)
+            wide = wide.to(tl.float32)
+            squares += _in_eights(wide, wide, BLOCK_T, BLOCK_K)
+        rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    sums = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T, BLOCK_K // 8], tl.float32)
+    for start in tl.range(first, first + COLUMNS, BLOCK_K):
+        column = start + k
+        live = (column < K)[None, :]
+        w = tl.load(at[:, None] + column[None, :], mask=live, other=0.0, eviction_policy="evict_first")
+        values = tl.load(x_at + column[None, :], mask=there & live, other=0.0)
+        if NORM:
+            scale = tl.load(norm_weight + column, mask=column < K, other=0.0).to(tl.float32) + offset
+            wide = values.to(tl.float32)
+            if NORM == 2:
+                wide = wide * rstd[:, None]
+            else:
+                squares += _in_eights(wide, wide, BLOCK_T, BLOCK_K)
+            values = (wide * scale[None, :]).to(x.dtype.element_ty)
+        if FLOAT32_DOT:
+            w, values = w.to(tl.float32), values.to(tl.float32)
+        sums = tl.dot(w, values.T, sums)
+    return sums, tl.sum(squares, 1)
