@@ -1,15 +1,19 @@
 // Dot products on vectors, with the instruction for bfloat16 where the target has it.
 #pragma once
 #include "native.h"
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 
 // Stops GCC from loading the operand again for each product: loads, not products, would be the limit.
 template <class V> INLINE void keep_in_register(V &v) {
 #if defined(__x86_64__)
     __asm__("" : "+v"(v));
 #endif
+}
+
+// Two values that lie side by side, or one and a zero.
+INLINE uint32_t pair_bits(const bf16 *p, long left) {
+    uint32_t pair = p[0].bits;
+    if (left > 1) memcpy(&pair, p, 4);
+    return pair;
 }
 
 // Lanes along a sum of products: WIDTH values of two operands meet in one accumulator.

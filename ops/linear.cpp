@@ -82,12 +82,6 @@ template <int MV> struct Turned<float, MV> {
     }
 };
 
-INLINE uint32_t pair_bits(const bf16 *p, long left) {
-    uint32_t pair = p[0].bits;
-    if (left > 1) memcpy(&pair, p, 4);
-    return pair;
-}
-
 template <int MV> struct Turned<bf16, MV> {
     static constexpr int ROWS = MV * LANES, STEP = 2;
 #if defined(__AVX512BF16__)

@@ -4,18 +4,39 @@
 
 INLINE f32v splat(float x) { return x - f32v{}; }
 INLINE f32v select(i32v mask, f32v yes, f32v no) { return mask ? yes : no; }
-INLINE f32v larger(f32v a, f32v b) { return select(a > b, a, b); }
+// b if one is NaN.
+INLINE f32v larger(f32v a, f32v b) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select(a > b, a, b);
+#endif
+}
+INLINE f32v smaller(f32v a, f32v b) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return select(a < b, a, b);
+#endif
+}
 
-// 2^n for an integral n in [-126, 127].
-INLINE f32v power_of_2(i32v n) { return (f32v)((n + 127) << 23); }
+// x 2^n for an integral n in [-252, 254].
+INLINE f32v scale_by_power(f32v x, f32v n) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+    auto power_of_2 = [](i32v n) { return (f32v)((n + 127) << 23); };
+    i32v whole = __builtin_convertvector(n, i32v), half = whole >> 1;  // in two steps: 2^n alone may be no float
+    return x * power_of_2(half) * power_of_2(whole - half);
+#endif
+}
 
 // Infinity above 88.7, 0 below -104, NaN for NaN.
 INLINE f32v exp(f32v x) {
-    x = select(x > splat(89.0f), splat(89.0f), x);
-    x = select(x < splat(-104.0f), splat(-104.0f), x);
+    x = smaller(splat(89.0f), x);
+    x = larger(splat(-104.0f), x);
     const f32v magic = splat(12582912.0f);  // 1.5 * 2^23: adding and taking it off rounds to an integer
-    f32v rounded_up = x * 1.44269504f + magic;
-    f32v n = rounded_up - magic;
+    f32v n = x * 1.44269504f + magic - magic;
     f32v r = x - n * 0.693359375f - n * -2.12194440e-4f;
     f32v p = splat(1.9875691500e-4f);  // Cephes expf
     p = p * r + 1.3981999507e-3f;
@@ -24,9 +45,7 @@ INLINE f32v exp(f32v x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    i32v whole = (i32v)rounded_up - (i32v)magic;
-    i32v half = whole >> 1;  // in two steps: 2^n alone may be no float
-    return p * power_of_2(half) * power_of_2(whole - half);
+    return scale_by_power(p, n);
 }
 
 INLINE f32v sigmoid(f32v x) { return 1.0f / (1.0f + exp(-x)); }

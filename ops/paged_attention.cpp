@@ -2,121 +2,18 @@
 //
 // A tile is some tokens of one sequence times the query heads of one KV head, its rows, and TILE_KEYS keys at a time.
 // - FewRows (decode): scores are dot products over the head. A tile has all KV heads, whose keys lie side by side.
-// - ManyRows (prefill): vector lanes are rows, so neither K nor V is turned and the softmax needs no sums over lanes.
+// - ManyRows (prefill): vector lanes are rows.
 // Long contexts are split into chunks of keys and merged; how a sequence is split depends on that sequence only.
+#include "attention_many_rows.h"
 #include "dot.h"
-#include "multiply_add.h"
-#include "native_math.h"
-#include "paged_cache.h"
 
 namespace {
 
-constexpr long TILE_KEYS = 64, CHUNK_KEYS = 128;
+constexpr long CHUNK_KEYS = 128;
 constexpr long MAX_ROWS = 4 * LANES;  // of one KV head
 constexpr long FEW_ROWS = 8;          // most rows of one KV head for FewRows
 constexpr long ENOUGH_TILES = 16;     // prefill of a sequence is split into chunks of keys if it has fewer tiles
 constexpr long BAD_QUERY_START = 1, BAD_BLOCK = 2, BAD_LENGTH = 3;  // native_calls.py has the words
-
-struct Args {
-    Heads q;
-    Plane k_cache, v_cache;
-    const int32_t *tables;
-    int64_t table_stride, table_width;
-    const int32_t *seq_lens, *query_start;
-    void *out;
-    int64_t tokens, heads, kv_heads, k_size, v_size, seqs, blocks, block_tokens;
-    double scale;
-    int64_t window;
-    double softcap;
-
-    long group() const { return heads / kv_heads; }
-};
-
-struct Tile {
-    int32_t seq, first, count;      // tokens of q
-    int32_t position;               // of the first token
-    int32_t kv_head, num_kv_heads;  // rows are ordered by KV head, token, head of the group
-    int32_t key_first, key_last;
-    int32_t part;  // row among the partial results, or -1: the tile has all its keys
-
-    INLINE long head_rows(const Args &a) const { return count * a.group(); }
-    INLINE long row_token(const Args &a, long row) const { return row % head_rows(a) / a.group(); }
-    INLINE long row_head(const Args &a, long row) const {
-        return (kv_head + row / head_rows(a)) * a.group() + row % a.group();
-    }
-    bool same_rows(const Tile &other) const {
-        return seq == other.seq && kv_head == other.kv_head && first == other.first;
-    }
-};
-
-INLINE long padded(long size) { return (size + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
-INLINE f32v minus_infinity() { return splat(-__builtin_inff()); }
-
-// Hands out parts of the thread's scratch memory. The first round (base null) only counts.
-struct Arena {
-    char *base = nullptr;
-    size_t used = 0;
-    template <class T> void take(T *&to, long count) {
-        to = (T *)(base + used);
-        used += (count * sizeof(T) + 63) & ~size_t(63);
-    }
-};
-
-// Calls visit(block, offset) for the places of `count` keys from position `key` on; false if the table names a block
-// that is none.
-template <class Visit>
-INLINE bool each_place(const Args &a, const Tile &tile, long key, long count, const Visit &visit) {
-    const int32_t *table = a.tables + tile.seq * a.table_stride;
-    for (long at = key / a.block_tokens, offset = key % a.block_tokens; count > 0; at++, offset = 0) {
-        long block = table[at];
-        if (block < 0 || block >= a.blocks) return false;
-        for (; offset < a.block_tokens && count > 0; offset++, count--) visit(block, offset);
-    }
-    return true;
-}
-
-// What both kinds of tiles share: addresses of keys and values, results.
-template <class T> struct TileBase {
-    const Args &a;
-    const Tile &tile;
-    float *parts;
-    const long head_rows, rows, D, E, D_pad, E_pad;
-    const T *k_rows[TILE_KEYS], *v_rows[TILE_KEYS];
-
-    TileBase(const Args &a, const Tile &tile, float *parts)
-        : a(a),
-          tile(tile),
-          parts(parts),
-          head_rows(tile.head_rows(a)),
-          rows(head_rows * tile.num_kv_heads),
-          D(a.k_size),
-          E(a.v_size),
-          D_pad(padded(D)),
-          E_pad(padded(E)) {}
-
-    const T *query(long row) const { return a.q.at<T>(tile.first + tile.row_token(a, row), tile.row_head(a, row)); }
-    bool find_keys(long kv_head, long key, long count) {
-        long j = 0;
-        return each_place(a, tile, key, count, [&](long block, long offset) {
-            k_rows[j] = a.k_cache.at<T>(block, offset, kv_head);
-            v_rows[j++] = a.v_cache.at<T>(block, offset, kv_head);
-        });
-    }
-    // mixed: the row of the output, E_pad values that may be overwritten, not yet divided by their weight
-    void finish_row(long row, float *mixed, float top, float weight) const {
-        if (tile.part < 0) return write_row(a, tile, row, mixed, weight);
-        float *part = parts + (tile.part + row) * (E_pad + 2);
-        memcpy(part, mixed, E_pad * 4);
-        part[E_pad] = top;
-        part[E_pad + 1] = weight;
-    }
-    static void write_row(const Args &a, const Tile &tile, long row, float *mixed, float weight) {
-        float share = weight > 0 ? 1.0f / weight : 0.0f;
-        for (long e = 0; e < a.v_size; e += LANES) store(mixed + e, load(mixed + e) * share);
-        narrow(mixed, (T *)a.out + ((tile.first + tile.row_token(a, row)) * a.heads + tile.row_head(a, row)) * a.v_size,
-               a.v_size);
-    }
-};
 
 template <class T> struct FewRows : TileBase<T> {
     typedef TileBase<T> Base;
@@ -283,101 +180,6 @@ template <class T> struct FewRows : TileBase<T> {
             }
         }
         for (long r = 0; r < rows; r++) this->finish_row(r, mixed + r * E_pad, top[r], weight[r]);
-        return true;
-    }
-};
-
-template <class T> struct ManyRows : TileBase<T> {
-    typedef TileBase<T> Base;
-    using Base::a, Base::tile, Base::rows, Base::D, Base::E, Base::D_pad, Base::E_pad, Base::k_rows, Base::v_rows;
-    const long width;                          // rows, padded to vectors
-    float *q, *scores, *mixed, *top, *weight;  // [D, width], [TILE_KEYS, width], [E, width], [width], [width]
-    int32_t *position;                         // [width]
-    float *k, *v;                              // [TILE_KEYS, D_pad], [TILE_KEYS, E_pad], widened from bfloat16
-    const float *k_wide[TILE_KEYS], *v_wide[TILE_KEYS];
-
-    ManyRows(const Args &a, const Tile &tile, float *parts)
-        : Base(a, tile, parts), width((rows + LANES - 1) / LANES * LANES) {
-        Arena arena;
-        allocate(arena);
-        arena = {(char *)scratch<0>(arena.used)};
-        allocate(arena);
-        memset(q, 0, D * width * 4);
-        memset(mixed, 0, E * width * 4);
-        for (long r = 0; r < width; r++) {
-            long row = r < rows ? r : rows - 1;
-            const T *from = this->query(row);
-            for (long d = 0; d < D; d++) q[d * width + r] = to_float(from[d]) * float(a.scale);
-            position[r] = tile.position + tile.row_token(a, row);
-            top[r] = -__builtin_inff();
-            weight[r] = 0;
-        }
-    }
-    void allocate(Arena &arena) {
-        arena.take(q, D * width);
-        arena.take(scores, TILE_KEYS * width);
-        arena.take(mixed, E * width);
-        arena.take(top, width);
-        arena.take(weight, width);
-        arena.take(position, width);
-        arena.take(k, TILE_KEYS * D_pad);
-        arena.take(v, TILE_KEYS * E_pad);
-    }
-    void widen_keys(long count) {
-        for (long j = 0; j < count; j++) {
-            k_wide[j] = sizeof(T) == 4 ? (const float *)k_rows[j] : k + j * D_pad;
-            v_wide[j] = sizeof(T) == 4 ? (const float *)v_rows[j] : v + j * E_pad;
-            if (sizeof(T) != 4) widen(k_rows[j], k + j * D_pad, D), widen(v_rows[j], v + j * E_pad, E);
-        }
-    }
-    // One vector of rows: scores of `count` keys from `key` on become shares.
-    void soften(long r, long key, long count, bool all_visible) {
-        const i32v last = load_as<i32v>(position + r), first = a.window > 0 ? last - int32_t(a.window) : last * 0 - 1;
-        const f32v old_top = load(top + r);
-        f32v new_top = old_top;
-        for (long j = 0; j < count; j++) {
-            f32v s = load(scores + j * width + r);
-            if (a.softcap > 0) s = float(a.softcap) * tanh(s / float(a.softcap));
-            if (!all_visible) {
-                i32v at = i32v{} + int32_t(key + j);
-                s = select((at <= last) & (at > first), s, minus_infinity());
-            }
-            new_top = larger(new_top, s);
-            store(scores + j * width + r, s);
-        }
-        const f32v base =
-            select(new_top == minus_infinity(), f32v{}, new_top);  // no visible key yet: exp(-inf - 0) = 0
-        const f32v fade = exp(old_top - base);
-        f32v total = load(weight + r) * fade;
-        for (long j = 0; j < count; j++) {
-            f32v share = exp(load(scores + j * width + r) - base);
-            total += share;
-            store(scores + j * width + r, share);
-        }
-        store(weight + r, total);
-        store(top + r, new_top);
-        for (long e = 0; e < E; e++) store(mixed + e * width + r, load(mixed + e * width + r) * fade);
-    }
-    bool run(const Tile *) {
-        for (long key = tile.key_first; key < tile.key_last; key += TILE_KEYS) {
-            long count = tile.key_last - key < TILE_KEYS ? tile.key_last - key : TILE_KEYS;
-            if (!this->find_keys(tile.kv_head, key, count)) return false;
-            widen_keys(count);
-            memset(scores, 0, count * width * 4);
-            multiply_add([this](long j, long d) INLINE_LAMBDA { return k_wide[j][d]; },
-                         [this](long d) INLINE_LAMBDA { return q + d * width; }, scores, width, count, width, D);
-            bool all_visible =
-                key + count - 1 <= tile.position && !(a.window > 0 && key <= tile.position + tile.count - 1 - a.window);
-            for (long r = 0; r < width; r += LANES) soften(r, key, count, all_visible);
-            multiply_add([this](long e, long j) INLINE_LAMBDA { return v_wide[j][e]; },
-                         [this](long j) INLINE_LAMBDA { return scores + j * width; }, mixed, width, E, width, count);
-        }
-        float *row = k;  // no longer needed
-        if (E_pad > TILE_KEYS * D_pad) row = v;
-        for (long r = 0; r < rows; r++) {
-            for (long e = 0; e < E; e++) row[e] = mixed[e * width + r];
-            this->finish_row(r, row, top[r], weight[r]);
-        }
         return true;
     }
 };
