@@ -27,6 +27,15 @@ class KVConfig(Section):
     idle_shrink_s: float = Field(
         30.0, ge=0, description="seconds of idleness before memory goes back; 0: never"
     )
+    ahead_mib: int = Field(
+        -1, ge=-1, description="MiB of free blocks below which memory grows ahead of need; -1: by the device"
+    )
+    wait_s: float = Field(
+        10.0, ge=0, description="seconds that a request which fits nowhere waits for memory of others"
+    )
+    share: bool = Field(
+        False, description="give idle memory to other engines of this user on the device that need it"
+    )
     prefix_cache: bool = Field(True, description="reuse KV blocks of equal prefixes")
 
 

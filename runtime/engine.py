@@ -22,11 +22,8 @@ from ostinato.graph.facts import ModelFacts
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.frames import Events, Message
 from ostinato.runtime.inbox import Inbox
-from ostinato.runtime.kv_sizer import KVSizer
-from ostinato.runtime.memory.kv_pool import KVPool, plan_capacity
-from ostinato.runtime.memory.memory_limits import MemoryLimits
-from ostinato.runtime.memory.vmm_host import HostVmm
-from ostinato.runtime.memory.vmm_plain import usable_driver
+from ostinato.runtime.kv_memory import make_kv_memory
+from ostinato.runtime.memory.block_copy import copy_blocks
 from ostinato.runtime.messages import (
     Abort,
     EngineInfo,
@@ -38,7 +35,6 @@ from ostinato.runtime.messages import (
 )
 from ostinato.runtime.request_check import check_request
 from ostinato.runtime.runner import Model
-from ostinato.runtime.scheduling.block_pool import BlockPool
 from ostinato.runtime.scheduling.plan import Outcome, Plan
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.step_backend import CpuBackend, LaunchedStep, StepBackend
@@ -77,12 +73,13 @@ class Engine:
         self.inbox = inbox or Inbox()
         self._config = config
         self._clock = clock
-        self._memory, self._blocks = _kv_memory(facts, config)
-        self._sizer = KVSizer(self._memory, self._blocks, clock=clock)
+        self._memory, self._blocks, self._sizer = make_kv_memory(
+            facts, config.kv, torch.device("cpu"), wake=self.inbox.wake, clock=clock
+        )
         try:
             window = _window(facts, config, self._blocks.capacity * config.kv.block_tokens)
         except ConfigError:
-            self._memory.close()
+            self._sizer.close()
             raise
         self.info = EngineInfo(
             model=config.server.served_name or model.folder.name,
@@ -115,7 +112,7 @@ class Engine:
         """Free the KV memory; safe to call twice. Live requests are dropped without an event."""
         if not self._memory.is_closed:
             self._backend.shut()  # it holds the planes
-            self._memory.close()
+            self._sizer.close()
 
     def _make_backend(self, model: Model) -> StepBackend:
         facts, planes = model.facts, self._memory.planes()
@@ -147,7 +144,11 @@ class Engine:
         """One turn: admit, grow, plan, launch, then settle the oldest step while the device works."""
         refusals, events = self._admit(self.inbox.drain())
         self._sizer.grow(self._scheduler.blocks_wanted())
-        plan = self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
+        if self._sizer.wants_quiet and not self._in_flight:
+            self._sizer.cut(self._move_blocks)
+        plan = None
+        if not self._sizer.wants_quiet:
+            plan = self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
         events += [self._event(outcome) for outcome in self._scheduler.take_ended()]
         if plan is not None:
             events += self._launch(plan)
@@ -156,6 +157,10 @@ class Engine:
         elif plan is None and self._scheduler.has_work and not events:
             self.inbox.wait(WAIT_FOR_MEMORY_S)
         return [*refusals, Events(events=tuple(events))] if events else [*refusals]
+
+    def set_kv_target(self, target_bytes: int | None) -> None:
+        """Have at most so many bytes of KV memory from the next step on; None: what the settings allow."""
+        self._sizer.set_target(target_bytes)
 
     def stats(self) -> EngineStats:
         """A snapshot of the books."""
@@ -174,7 +179,7 @@ class Engine:
             blocks_cached=blocks.num_cached,
             blocks_committed=blocks.committed,
             blocks_capacity=blocks.capacity,
-            kv_bytes_committed=self._memory.physical_bytes,
+            kv_bytes_committed=self._sizer.physical_bytes,
         )
 
     def check(self) -> None:
@@ -255,6 +260,11 @@ class Engine:
             self._backend.close(name)
         return event
 
+    def _move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move KV to other blocks, on the device and in the block tables. No step is in flight."""
+        copy_blocks(self._memory.planes(), moves)
+        self._scheduler.move_blocks(moves)
+
     def _rest(self, outlet: Outlet) -> None:
         """Say so, check the books, give memory back after a while, sleep until there is mail."""
         outlet.send([self.stats()])
@@ -267,30 +277,6 @@ class Engine:
             self._sizer.shrink()
             outlet.send([self.stats()])
         self.inbox.wait(None)
-
-
-def _kv_memory(facts: ModelFacts, config: EngineConfig) -> tuple[KVPool, BlockPool]:
-    """Reserve KV addresses and commit what `kv.initial_mib` says."""
-    kv = config.kv
-    dtype = getattr(torch, facts.dtype)
-    driver = usable_driver(HostVmm())
-    limits = MemoryLimits(int(kv.headroom_gib * (1 << 30)))
-    block_bytes = facts.kv_token_bytes(dtype.itemsize) * kv.block_tokens
-    initial, capacity = plan_capacity(kv, block_bytes, limits, is_elastic=driver.is_elastic)
-    memory = KVPool(facts.kv_layers, dtype, kv.block_tokens, capacity, driver, limits=limits)
-    committed = memory.commit(initial)
-    if committed == 0:
-        raise ConfigError(f"KV memory: not one block could be committed: {memory.stopped_by}")
-    log.info(
-        "KV memory: %d blocks of %d tokens (%d MiB), up to %d blocks (%d MiB), by %s",
-        committed,
-        kv.block_tokens,
-        memory.physical_bytes >> 20,
-        capacity,
-        capacity * block_bytes >> 20,
-        driver.name,
-    )
-    return memory, BlockPool(committed, capacity, kv.block_tokens, kv.prefix_cache)
 
 
 def _window(facts: ModelFacts, config: EngineConfig, kv_tokens: int) -> int:

@@ -9,7 +9,7 @@ from ostinato.runtime.messages import Abort, GenerateRequest
 
 
 class Inbox:
-    """Keeps the order of arrival. `put` and `close` are for any thread, the rest for the engine's."""
+    """Keeps the order of arrival. `put`, `wake` and `close` are for any thread, the rest for the engine's."""
 
     def __init__(self) -> None:
         self._mail: deque[GenerateRequest | Abort] = deque()
@@ -21,6 +21,10 @@ class Inbox:
         if not self._is_closed:
             self._mail.extend(messages)
             self._news.set()
+
+    def wake(self) -> None:
+        """Let a resting engine take a turn."""
+        self._news.set()
 
     def close(self) -> None:
         """Tell the engine to stop after its current step."""

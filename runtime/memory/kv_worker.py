@@ -4,8 +4,8 @@ The engine's thread says how many blocks there should be and reads how many it m
 thread of its own the worker maps memory while steps run. Without one (`is_threaded=False`: where mapping and
 zeroing need the processor that computes) a call does one step of growth before it returns.
 
-    engine    grow_to(300) ----------> usable 100 ... 200 ... 300      publishes what it sees between two steps
-    worker        create, map, zero        |       |
+    engine    grow_to(300) ----------> usable 100 ... 200 ... 300     publishes them between two steps
+    worker        create, map, zero ...
 
 Taking away goes the other way round: the engine first forgets the blocks, then calls `shrink_to`; from that
 moment they are not `usable`, and the worker waits for the steps in flight before it unmaps.
@@ -55,6 +55,7 @@ class KVWorker:
         self._doing: _Job | None = None
         self._committed = pool.committed_blocks
         self._refusal: str | None = None
+        self._owes_memory = False  # the driver failed to free what is behind the last block
         self._wants_spare = False
         self._crash: BaseException | None = None
         self._is_closing = False
@@ -99,7 +100,10 @@ class KVWorker:
 
         What the driver refuses is logged, counts in `physical_bytes`, and is tried again by the next call.
         """
-        self._ask(_Job("shrink", blocks))
+        with self._news:
+            is_done = blocks >= self._committed and not (self._job or self._doing or self._owes_memory)
+        if not is_done or (self._spare is not None and self._spare.spare_bytes):
+            self._ask(_Job("shrink", blocks))
 
     def prepare(self) -> None:
         """Make the memory of the next step of growth when nothing else is to do."""
@@ -196,13 +200,16 @@ class KVWorker:
                 self._news.notify_all()
 
     def _shrink(self, blocks: int) -> None:
-        self._wants_spare = False
+        with self._news:
+            self._wants_spare = False
+        self._owes_memory = True
         try:
             self.pool.shrink(blocks)
             if self._spare is not None:
                 self._spare.trim()
+            self._owes_memory = False
         except VmmError as error:
-            log.warning("KV memory of unused blocks is not free yet, the next shrink tries again: %s", error)
+            log.warning("KV memory of unused blocks is not free yet, the next rest tries again: %s", error)
 
     def _prepare(self) -> None:
         with self._news:

@@ -171,6 +171,37 @@ class BlockPool:
             heapq.heapify(self._free)
         return old - size
 
+    def plan_moves(self, keep: int) -> list[tuple[int, int]]:
+        """Moves (from, to) that leave only free blocks from `keep` on. `keep` is at least `num_held`.
+
+        Cached blocks that find no room below `keep` are evicted, least recently used first; the others move
+        too and keep their keys. The caller copies the content and calls `move`. Cost: linear in `committed`.
+        """
+        if keep < self.num_held:
+            raise ValueError(f"plan_moves({keep}): {self.num_held} blocks are held; keep at least these")
+        while self._cached and self.num_held + len(self._cached) > keep:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            self.evictions += 1
+            heapq.heappush(self._free, block)
+        free = set(self._free)
+        sources = [block for block in range(keep, self.committed) if block not in free]
+        return list(zip(sources, sorted(self._free)[: len(sources)], strict=True))
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """The content of each block `from` lies in the free block `to` now: holders and key go with it."""
+        place = dict(moves)
+        self._cached = OrderedDict.fromkeys(place.get(block, block) for block in self._cached)
+        for source, target in moves:
+            self._refs[target], self._refs[source] = self._refs[source], 0
+            key = self._key_of[target] = self._key_of[source]
+            self._key_of[source] = None
+            if key is not None:
+                self._block_of[key] = target
+        targets = set(place.values())
+        self._free = [*(block for block in self._free if block not in targets), *place]
+        heapq.heapify(self._free)
+
     def check(self) -> None:
         """Raise AssertionError when the books do not balance. Cost: linear in `committed`."""
         free, cached = set(self._free), set(self._cached)

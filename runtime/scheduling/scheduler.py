@@ -173,6 +173,19 @@ class Scheduler:
                 self._slots.settle(sequence)
         return outcomes
 
+    @property
+    def num_in_flight(self) -> int:
+        """Plans made and not settled."""
+        return len(self._in_flight)
+
+    def move_blocks(self, moves: Tokens[tuple[int, int]]) -> None:
+        """KV of block `from` lies in block `to` now: block tables follow. Nothing may be in flight."""
+        assert not self._in_flight, "blocks are moved under a plan in flight"
+        place = dict(moves)
+        for sequence in self._live.values():
+            if not place.keys().isdisjoint(sequence.block_ids):
+                sequence.block_ids = tuple(place.get(block, block) for block in sequence.block_ids)
+
     def take_ended(self) -> list[Outcome]:
         """Requests that `next_plan` had to end since the last call."""
         ended, self._ended = self._ended, []

@@ -8,6 +8,7 @@ from ostinato.runtime.config import KVConfig
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.kv_sizer import RETRY_S, KVSizer
 from ostinato.runtime.memory.kv_pool import KVPool
+from ostinato.runtime.memory.kv_worker import KVWorker
 from ostinato.runtime.memory.vmm import VmmError, VmmOutOfMemory
 from ostinato.runtime.memory.vmm_host import HostVmm
 from ostinato.runtime.scheduling.block_pool import BlockPool
@@ -26,7 +27,7 @@ class Sized:
         self.memory = KVPool(LAYERS, torch.float32, 4, 40, self.driver, step_bytes=4 * 832)
         self.blocks = BlockPool(self.memory.commit(7), 40, 4, prefix_cache=True)
         self.now = 100.0
-        self.sizer = KVSizer(self.memory, self.blocks, clock=lambda: self.now)
+        self.sizer = KVSizer(KVWorker(self.memory), self.blocks, clock=lambda: self.now)
 
 
 @pytest.mark.parametrize("error", [VmmError, VmmOutOfMemory])
@@ -75,7 +76,7 @@ def test_memory_that_the_driver_fails_to_free_is_freed_at_the_next_rest(caplog):
 
 def test_an_engine_whose_driver_fails_goes_on_with_the_memory_it_has(monkeypatch, caplog):
     driver = FaultyDriver(HostVmm())
-    monkeypatch.setattr("ostinato.runtime.engine.usable_driver", lambda _: driver)
+    monkeypatch.setattr("ostinato.runtime.kv_memory.usable_driver", lambda _: driver)
     kv = KVConfig(initial_mib=1, max_gib=0.02, headroom_gib=0)
     with Engine(ToyModel(), toy_config(kv=kv)) as engine:
         start = engine.stats().blocks_committed
