@@ -62,9 +62,9 @@ def conflict(match: Match, aliases: Aliases) -> str | None:
         if node in match.outputs or node not in depends:
             continue
         if any(user not in own for user in node.users):
-            return f"the intermediate result of {_name(node)} is used elsewhere too"
+            return f"the intermediate result of {name_of(node)} is used elsewhere too"
     writer = aliases.writer_between(match.nodes[0], match.nodes[-1], list(match.inputs.values()), own)
-    return f"{_name(writer)} writes an input in between" if writer is not None else None
+    return f"{name_of(writer)} writes an input in between" if writer is not None else None
 
 
 def misplaced(match: Match, point: fx.Node) -> str | None:
@@ -85,5 +85,5 @@ def type_differs(old: fx.Node, new: fx.Node) -> str | None:
     return None if same_shape(was, now) else "the op would give another shape"
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     return node.target._schema.name.split("::")[-1] if isinstance(node.target, OpOverload) else node.name

@@ -1,4 +1,6 @@
-"""The passes in order, and one run of them all.
+"""The passes in order, and one run of them all; then the passes of the decode plan, on a copy of the result.
+
+The decode plan is the program for steps of 1 to 16 tokens on a GPU, where reading the weights decides.
 
 What a name counts (`expected` of `run` uses the same words):
   remove_noops       nodes dropped or respelled; runs again where a pass leaves views behind
@@ -11,18 +13,24 @@ What a name counts (`expected` of `run` uses the same words):
   rope_table         pairs of cos and sin tables made from positions and frequencies
   fold_qk_norm       of the rotated KV writes, the ones that norm each head of q and k before the rotation
   remove_duplicates  nodes that another one computes already
+and in the decode plan:
+  skinny_linear      linear layers (QKV, output, gate and up, down of a layer: 4; the logits: 1)
+  skinny_gated       of those, the ones whose halves are gate and up, joined with their product
+  skinny_residual    of those, the ones that end in a sum with the residual
+  skinny_norm        RMSNorms that only the ops above read, done by these
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
 from ostinato.errors import CompileError, ConfigError
 from ostinato.passes.base import Fuel, Pass, PassReport
 from ostinato.passes.config import PassesConfig
+from ostinato.passes.decode_expectations import expected_matches
 from ostinato.passes.dump import Dump
 from ostinato.passes.fold_qk_norm import FoldQKNorm
 from ostinato.passes.fuse_add_rms_norm import FuseAddRMSNorm
@@ -31,6 +39,10 @@ from ostinato.passes.fuse_rms_norm import FuseRMSNorm
 from ostinato.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from ostinato.passes.fuse_rope_table import FuseRopeTable
 from ostinato.passes.fuse_silu_mul import FuseSiluMul
+from ostinato.passes.fuse_skinny_gated import FuseSkinnyGated
+from ostinato.passes.fuse_skinny_norm import FuseSkinnyNorm
+from ostinato.passes.fuse_skinny_residual import FuseSkinnyResidual
+from ostinato.passes.lower_skinny_linear import LowerSkinnyLinear
 from ostinato.passes.merge_linears import MergeLinears
 from ostinato.passes.remove_duplicates import RemoveDuplicates
 from ostinato.passes.remove_noops import RemoveNoops
@@ -54,9 +66,20 @@ def pipeline() -> list[Pass]:
     ]
 
 
+def decode_plan() -> list[Pass]:
+    """Fresh passes that make the decode plan from a graph that `pipeline()` went through, in order."""
+    return [
+        LowerSkinnyLinear(),  # first: the others fold their neighbours into this op
+        FuseSkinnyGated(),  # before skinny_norm: the norm goes into whichever op is there
+        FuseSkinnyResidual(),  # before skinny_norm: it leaves a rms_norm of an add_rms_norm
+        FuseSkinnyNorm(),
+        RemoveNoops(),  # views that met, norms that nobody reads
+    ]
+
+
 def known_passes() -> tuple[str, ...]:
     """Names that `passes.off` understands, in order."""
-    return tuple(dict.fromkeys(rewrite.name for rewrite in pipeline()))
+    return tuple(dict.fromkeys(rewrite.name for rewrite in (*pipeline(), *decode_plan())))
 
 
 def run(
@@ -73,11 +96,42 @@ def run(
     or the fuel is limited) and when a rewrite does not prove to be right.
     """
     _check_names(config, expected)
-    fuel = Fuel(config.fuel)
+    return _run(graph_module, pipeline(), config, expected, Fuel(config.fuel), on_pass, first_place=0)
+
+
+def run_decode_plan(
+    graph_module: fx.GraphModule,
+    config: PassesConfig,
+    before: Sequence[PassReport],
+    *,
+    on_pass: Callable[[PassReport], None] | None = None,
+) -> list[PassReport]:
+    """Make the decode plan of `graph_module`, a copy of what `run` left, in place.
+
+    `before` are the reports of that run: `passes.fuel` counts their matches too. What must match is counted
+    from the graph. Errors and `on_pass` are those of `run`.
+    """
+    expected = expected_matches(graph_module.graph)
+    _check_names(config, expected)
+    fuel = Fuel(config.fuel if config.fuel < 0 else max(0, config.fuel - sum(r.matched for r in before)))
+    first_place = len(pipeline())
+    return _run(graph_module, decode_plan(), config, expected, fuel, on_pass, first_place=first_place)
+
+
+def _run(
+    graph_module: fx.GraphModule,
+    passes: list[Pass],
+    config: PassesConfig,
+    expected: dict[str, int],
+    fuel: Fuel,
+    on_pass: Callable[[PassReport], None] | None,
+    *,
+    first_place: int,
+) -> list[PassReport]:
     dump = Dump(config.dump_dir) if config.dump_dir else None
     off = _without_dependents(config.off)
     reports = []
-    for place, rewrite in enumerate(pipeline()):
+    for place, rewrite in enumerate(passes, first_place):
         if rewrite.name in config.off:
             continue
         if dump is not None:
@@ -131,7 +185,7 @@ def _without_dependents(off: tuple[str, ...]) -> set[str]:
     closed = set(off)
     if RemoveNoops.name in closed:
         closed.update(known_passes())
-    for rewrite in pipeline():  # what a pass needs runs before it
+    for rewrite in (*pipeline(), *decode_plan()):  # what a pass needs runs before it
         if closed.intersection(rewrite.needs):
             closed.add(rewrite.name)
     return closed

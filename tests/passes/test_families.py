@@ -1,6 +1,7 @@
 """Whole models: every construct of every family is fused, and the arithmetic stays what it was."""
 
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
@@ -32,6 +33,26 @@ MATCHES = {
     "qwen3_moe": "merge_linears 2, rms_norm 9, add_rms_norm 4, rope_kv_write 2, rope_table 1, fold_qk_norm 2",
     "mixtral": "merge_linears 2, rms_norm 5, add_rms_norm 4, rope_kv_write 2, rope_table 1",
 }
+# Matches of the decode plan. Per layer 4 linear layers (experts: QKV, output and router), and the logits;
+# gate and up joined; two branches that end in a sum, unless scaled or normed first; and the norms ahead of
+# linear layers: all where branches are plain, only the first where they are not.
+DECODE_MATCHES = {
+    "llama": "skinny_linear 9, skinny_gated 2, skinny_residual 4, skinny_norm 5",
+    "qwen2": "skinny_linear 9, skinny_gated 2, skinny_residual 4, skinny_norm 5",
+    "qwen3": "skinny_linear 9, skinny_gated 2, skinny_residual 4, skinny_norm 5",
+    "mistral": "skinny_linear 9, skinny_gated 2, skinny_residual 4, skinny_norm 5",
+    "gemma2": "skinny_linear 9, skinny_gated 2, skinny_norm 1",
+    "gemma3_text": "skinny_linear 13, skinny_gated 3, skinny_norm 1",
+    "phi3": "skinny_linear 9, skinny_gated 2, skinny_residual 4, skinny_norm 5",
+    "olmo2": "skinny_linear 9, skinny_gated 2",
+    "granite": "skinny_linear 9, skinny_gated 2, skinny_norm 1",
+    "smollm3": "skinny_linear 17, skinny_gated 4, skinny_residual 8, skinny_norm 9",
+    "glm4": "skinny_linear 9, skinny_gated 2, skinny_norm 1",
+    "starcoder2": "skinny_linear 9, skinny_residual 4",
+    "stablelm": "skinny_linear 9, skinny_gated 2, skinny_residual 4",
+    "qwen3_moe": "skinny_linear 7, skinny_residual 2, skinny_norm 1",
+    "mixtral": "skinny_linear 7, skinny_residual 2, skinny_norm 1",
+}
 GONE = {
     "cos",
     "sin",
@@ -44,6 +65,7 @@ GONE = {
     "_assert_tensor_metadata",
     "dropout",
 }
+TIDYING = {"remove_noops", "remove_duplicates"}
 CASES = [(family, torch.float32) for family in MATCHES] + [
     (family, torch.bfloat16) for family in ("llama", "gemma3_text", "olmo2", "glm4", "granite")
 ]
@@ -60,19 +82,32 @@ def test_family_is_fused_and_computes_the_same(family, dtype):
 
     reports = pipeline.run(graph_module, PassesConfig(), captured.facts.expected_matches)
 
-    matched: Counter[str] = Counter()
-    for report in reports:
-        matched[report.name] += report.matched
-    tidying = {"remove_noops", "remove_duplicates"}
-    assert ", ".join(f"{n} {c}" for n, c in matched.items() if c and n not in tidying) == MATCHES[family]
-    for report in reports:
-        assert not report.matched or report.name in tidying or report.proofs, f"{report.name} proved nothing"
+    assert matches(reports) == MATCHES[family]
+    assert_proved(reports)
     left = ops(graph_module)
     assert not GONE.intersection(left)
     assert left["transpose"] < left["paged_attention"], (
         "only rotary tables may be turned, not each layer's heads"
     )
     assert left["rope_kv_write"] + left["kv_write"] == left["paged_attention"]
-    for step, wants, truths in zip(steps, plain, truth, strict=True):
-        for got, want, true in zip(run_step(graph_module, model, captured, step), wants, truths, strict=True):
-            assert_within_budget(got, true, want)
+    decode = deepcopy(graph_module)
+    reports = pipeline.run_decode_plan(decode, PassesConfig(), reports)
+    assert matches(reports) == DECODE_MATCHES[family]
+    assert_proved(reports)
+    assert not {"linear", "silu_mul"}.intersection(ops(decode))
+    for module in (graph_module, decode):
+        for step, wants, truths in zip(steps, plain, truth, strict=True):
+            for got, want, true in zip(run_step(module, model, captured, step), wants, truths, strict=True):
+                assert_within_budget(got, true, want)
+
+
+def matches(reports):
+    counts: Counter[str] = Counter()
+    for report in reports:
+        counts[report.name] += report.matched
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count and name not in TIDYING)
+
+
+def assert_proved(reports):
+    for report in reports:
+        assert not report.matched or report.name in TIDYING or report.proofs, f"{report.name} proved nothing"
