@@ -1,0 +1,30 @@
+"""KV blocks that move inside their planes."""
+
+import pytest
+import torch
+
+from ostinato.graph.facts import KVLayer
+from ostinato.runtime.memory.block_copy import copy_blocks
+from ostinato.runtime.memory.kv_pool import KVPool
+from ostinato.runtime.memory.vmm_host import HostVmm
+
+
+@pytest.mark.parametrize("arrangement", ["split", "packed"])
+@pytest.mark.parametrize("staging_bytes", [1, 600, 1 << 20])
+def test_moved_blocks_have_their_bytes_and_all_others_keep_theirs(arrangement, staging_bytes):
+    layers = [KVLayer(kv_heads=2, k_size=8, v_size=8), KVLayer(kv_heads=1, k_size=16, v_size=4)]
+    pool = KVPool(layers, torch.float32, 4, 1 << 20, HostVmm(4096), arrangement=arrangement)
+    pool.commit(20)
+    for plane in pool.planes():
+        plane[:20] = torch.randn(plane[:20].shape)
+    before = [plane[:20].clone() for plane in pool.planes()]
+    moves = [(19, 0), (11, 5), (17, 3), (12, 4)]
+    copy_blocks(pool.planes(), moves, staging_bytes=staging_bytes)
+    for plane, old in zip(pool.planes(), before, strict=True):
+        for source, target in moves:
+            old[target] = old[source]
+        assert torch.equal(plane[:20], old)
+
+
+def test_no_moves_touch_nothing():
+    copy_blocks([], [])
