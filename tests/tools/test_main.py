@@ -11,7 +11,7 @@ import ostinato
 from ostinato.errors import ConfigError, ModelError
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.request_output import CompletionOutput
-from ostinato.tools import chat, compile_model, main, serve
+from ostinato.tools import chat, compile_model, inspect_artifact, main, serve
 
 
 def test_version_and_help_name_every_command(capsys):
@@ -39,7 +39,7 @@ def test_an_error_for_the_user_is_one_line_and_exit_code_2(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ostinato: ")
-    assert "no such artifact folder" in err
+    assert "absent: no such file or folder; give an artifact, a model folder or a GGUF file" in err
     assert err.count("\n") == 1
 
 
@@ -114,6 +114,16 @@ def test_serve_hands_the_settings_of_a_compile_to_the_compiler(tmp_path, monkeyp
     ]
     again = parsed(compile_model, *seen[4:])  # the compiler understands what it is given
     assert serve.config_from(again).passes.off == ("silu_mul", "rms_norm")
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for tool in (serve, chat):
+        assert str(parsed(tool, "~/model", "--config=~/serve.toml").path) == "/home/me/model"
+    compiling = parsed(compile_model, "~/model", "--out=~/made", "--config=~/c.toml")
+    paths = (compiling.source, compiling.out, compiling.config)
+    assert [str(path) for path in paths] == ["/home/me/model", "/home/me/made", "/home/me/c.toml"]
+    assert str(parsed(inspect_artifact, "~/made").artifact) == "/home/me/made"
 
 
 def test_serve_refuses_a_path_that_is_not_there(tmp_path):
