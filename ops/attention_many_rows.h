@@ -77,7 +77,8 @@ template <class T> struct ManyRows : TileBase<T> {
         for (long j = 0; j < count; j += STEP) {
             f32v shares[STEP] = {};
             for (int i = 0; i < STEP && j + i < count; i++) {
-                shares[i] = exp(load(scores + (j + i) * width + r) * scale - base);
+                f32v x = load(scores + (j + i) * width + r) * scale - base;
+                shares[i] = STEP > 1 ? rough_exp(x) : exp(x);  // pairs are of bfloat16
                 total += shares[i];
             }
             store(scores + j / STEP * width + r, F::join(shares));
