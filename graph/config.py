@@ -13,3 +13,6 @@ class GraphConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="number type of weights and activations; auto: the checkpoint's own"
     )
+    target: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="device to compile for; auto: a GPU where torch finds one"
+    )

@@ -16,9 +16,9 @@ import json
 import logging
 import platform
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -35,6 +35,9 @@ from ostinato.runtime.program import Bound, Program, bind
 from ostinato.runtime.weight_pack import load_packed
 from ostinato.section import Section
 
+if TYPE_CHECKING:
+    from ostinato.runtime.gpu.gpu_model import GpuModel
+
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -45,9 +48,11 @@ SCHEMA = 2
 class Target(Section):
     """The machine that an artifact was made for."""
 
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     machine: str = Field(description="as platform.machine() says, e.g. x86_64")
-    features: tuple[str, ...] = Field(description="processor features that the kernels use")
+    features: tuple[str, ...] = Field(
+        description="processor features that the kernels use; of a GPU its compute capability, e.g. sm_90"
+    )
 
 
 class PassRecord(Section):
@@ -133,6 +138,8 @@ class Manifest(Section):
 class LoadedModel:
     """A model ready to run: `model(step_inputs, kv_planes)` gives logits [R, V] in its number type."""
 
+    device = torch.device("cpu")
+
     def __init__(self, folder: Path, manifest: Manifest, run: Bound, start_team: Callable[[], None]) -> None:
         self.folder, self.manifest, self._run = folder, manifest, run
         self.facts = manifest.facts
@@ -142,8 +149,11 @@ class LoadedModel:
         return self._run(inputs, kv)
 
 
-def this_target() -> Target:
-    """The machine that this process runs on."""
+def this_target(device: torch.device) -> Target:
+    """The machine that this process runs on, as far as code for a device depends on it."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return Target(device="cuda", machine=platform.machine(), features=(f"sm_{major}{minor}",))
     return Target(machine=platform.machine(), features=tuple(native.cpu_features()))
 
 
@@ -176,7 +186,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check_fit(manifest: Manifest) -> None:
     """Raise ArtifactError with a readable diff when the artifact was made for another torch or machine."""
-    here = this_target()
+    if manifest.target.device == "cuda" and not torch.cuda.is_available():
+        raise ArtifactError(
+            f"artifact of {manifest.source} is for a GPU ({' '.join(manifest.target.features)}), and torch "
+            "finds none here; compile the model with --target cpu"
+        )
+    here = this_target(torch.device(manifest.target.device))
     rows: list[tuple[str, str, str]] = []
     if manifest.torch != torch.__version__:
         rows.append(("torch", manifest.torch, str(torch.__version__)))
@@ -194,10 +209,17 @@ def check_fit(manifest: Manifest) -> None:
         )
 
 
-def verify_files(folder: Path, manifest: Manifest, *, digest: Callable[[Path], str] = hash_file) -> None:
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    digest: Callable[[Path], str] = hash_file,
+    leave_out: Collection[str] = (),
+) -> None:
     """Raise ArtifactError naming the first file whose size or content is not what the manifest says.
 
-    `digest` gives a file's hash; a FileHashes has them ready, or nearly so.
+    `digest` gives a file's hash; a FileHashes has them ready, or nearly so. `leave_out`: files whose content
+    somebody else verifies.
     """
     for name, record in manifest.files.items():
         path = folder / name
@@ -208,7 +230,7 @@ def verify_files(folder: Path, manifest: Manifest, *, digest: Callable[[Path], s
             raise ArtifactError(
                 f"{path}: {size} bytes, the manifest says {record.bytes}; compile the model again"
             )
-        if digest(path) != record.digest:
+        if name not in leave_out and digest(path) != record.digest:
             raise ArtifactError(
                 f"{path}: content does not match the manifest's hash; compile the model again"
             )
@@ -216,8 +238,8 @@ def verify_files(folder: Path, manifest: Manifest, *, digest: Callable[[Path], s
 
 def load_artifact(
     folder: Path, config: EngineConfig | None = None, *, digest: Callable[[Path], str] = hash_file
-) -> LoadedModel:
-    """Verify and load an artifact; no compiler, no tracing. `digest`: see `verify_files`.
+) -> LoadedModel | GpuModel:
+    """Verify and load an artifact onto its device; no compiler, no tracing. `digest`: see `verify_files`.
 
     Settings of `config` that only a compile can honour, and this artifact's did not, are named in a warning.
 
@@ -226,7 +248,8 @@ def load_artifact(
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_fit(manifest)
-    verify_files(folder, manifest, digest=digest)
+    is_gpu = manifest.target.device == "cuda"
+    verify_files(folder, manifest, digest=digest, leave_out=(WEIGHTS,) if is_gpu else ())
     if config is not None and (late := settings_too_late(manifest, config)):
         log.warning(
             "%s is compiled already, without %s, which has no effect now; compile %s with it, or drop it",
@@ -234,6 +257,10 @@ def load_artifact(
             ", ".join(late),
             manifest.source,
         )
+    if is_gpu:
+        from ostinato.runtime.gpu.gpu_model import load_gpu  # needs what only a GPU machine has
+
+        return load_gpu(folder, manifest, torch.device("cuda", torch.cuda.current_device()))
     return LoadedModel(folder, manifest, *bind_files(folder, manifest.plans))
 
 
@@ -241,6 +268,7 @@ def compile_options(config: EngineConfig) -> dict[str, Any]:
     """The settings that change what a compile makes, as the manifest keeps them."""
     return {
         "graph.dtype": config.graph.dtype,
+        "graph.target": config.graph.target,
         "passes.off": sorted(config.passes.off),
         "passes.fuel": config.passes.fuel,
     }
@@ -249,7 +277,10 @@ def compile_options(config: EngineConfig) -> dict[str, Any]:
 def settings_too_late(manifest: Manifest, config: EngineConfig) -> list[str]:
     """`name=value` of each setting of a compile that is not at its default and not what the artifact has."""
     defaults = compile_options(EngineConfig())
-    made = manifest.options | {"graph.dtype": manifest.facts.dtype}
+    made = manifest.options | {
+        "graph.dtype": manifest.facts.dtype,
+        "graph.target": manifest.target.device,
+    }
     return [
         f"{name}={value}"
         for name, value in compile_options(config).items()
@@ -265,7 +296,7 @@ def bind_files(folder: Path, plans: Sequence[PlanRecord]) -> tuple[Bound, Callab
     library = native.load(folder / "kernels.so")
     weights, kernels = load_packed(folder / WEIGHTS), native.bind(library)
     runs = [
-        bind(_program(folder / plan.program), weights, native=kernels, device=torch.device("cpu"))
+        bind(read_program(folder / plan.program), weights, native=kernels, device=torch.device("cpu"))
         for plan in plans
     ]
     last_tokens = [plan.last for plan in plans]
@@ -276,7 +307,8 @@ def bind_files(folder: Path, plans: Sequence[PlanRecord]) -> tuple[Bound, Callab
     return runs[0] if len(runs) == 1 else run, library.start_team
 
 
-def _program(path: Path) -> Program:
+def read_program(path: Path) -> Program:
+    """Parse a program's file. Raises ArtifactError."""
     try:
         return Program.model_validate_json(path.read_bytes())
     except ValidationError as error:

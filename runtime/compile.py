@@ -16,8 +16,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -26,12 +25,11 @@ from torch import Tensor, fx
 
 from ostinato.errors import ArtifactError, CompileError, ModelError
 from ostinato.graph.build import BuiltModel, build_model
-from ostinato.graph.capture import MAX_STEP_TOKENS, CapturedGraph, capture
+from ostinato.graph.capture import CapturedGraph, capture
 from ostinato.graph.expectations import expected_matches
 from ostinato.graph.hooks import CaptureHooks
 from ostinato.graph.source import ModelSource, load_config, open_source, resolve_dtype
 from ostinato.graph.weights import weight_exprs
-from ostinato.ops import native
 from ostinato.ops.weight_expr import Expr, evaluate
 from ostinato.passes import pipeline
 from ostinato.passes.base import PassReport
@@ -44,16 +42,15 @@ from ostinato.runtime.artifact import (
     PassRecord,
     PlanRecord,
     Proof,
-    Target,
-    bind_files,
     compile_options,
     read_manifest,
     this_target,
 )
 from ostinato.runtime.compile_stages import Progress
+from ostinato.runtime.compile_target import CompileTarget, Plan, chosen_device, open_target
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
-from ostinato.runtime.program import lower
+from ostinato.runtime.program import Bound, lower
 from ostinato.runtime.proof import prove
 from ostinato.runtime.sigterm import exits_on_sigterm
 from ostinato.runtime.text import TextFrontEnd
@@ -61,17 +58,15 @@ from ostinato.runtime.weight_pack import PackedFile, pack
 
 log = logging.getLogger(__name__)
 
-PLANS = (PlanRecord(first=1, last=MAX_STEP_TOKENS, program="program.json"),)  # one program for all steps
-
 
 def compile_model(
-    source: str | Path,
+    source: str | Path | ModelSource,
     out: str | Path,
     config: EngineConfig | None = None,
     *,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Compile a model folder or GGUF file into the artifact folder `out`; return its manifest.
+    """Compile a model folder, a GGUF file or an opened source into the folder `out`; return its manifest.
 
     An artifact with the same key that is already there is kept, unless `passes.dump_dir` asks to see the
     passes at work. `out` is replaced as a whole at the end, so that a reader, a second compile (which waits)
@@ -83,7 +78,7 @@ def compile_model(
     report = progress or (lambda stage, share: None)
     if out.exists() and not (out / MANIFEST).is_file() and any(out.iterdir() if out.is_dir() else [out]):
         raise ArtifactError(f"{out} exists and is not an artifact; choose another folder for -o")
-    opened = open_source(source)
+    opened = open_source(source) if isinstance(source, str | Path) else source
     key = compile_key(opened, config)
     _make_parent(out)
     with exits_on_sigterm(), _only_compiler_of(out):
@@ -119,7 +114,7 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
         "options": compile_options(config),
         "code": _code_hash(),
         "versions": [torch.__version__, transformers.__version__],
-        "target": this_target().model_dump(),
+        "target": this_target(chosen_device(config.graph.target)).model_dump(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -128,7 +123,15 @@ def _code_hash() -> str:
     """Hash of the sources that shape an artifact."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    names = ("artifact.py", "compile.py", "file_hash.py", "program.py", "proof.py", "weight_pack.py")
+    names = (
+        "artifact.py",
+        "compile.py",
+        "file_hash.py",
+        "program.py",
+        "proof.py",
+        "weight_pack.py",
+        "compile_target.py",
+    )
     runtime = [package / "runtime" / name for name in names]
     folders = [path for name in ("graph", "passes", "ops") for path in (package / name).iterdir()]
     for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h")):
@@ -148,26 +151,33 @@ class _Compile:
 
     def run(self) -> Manifest:
         self._write_text()
-        with ThreadPoolExecutor(1) as background:
-            kernels = background.submit(native.build, self._folder / "kernels.so")
-            with self._stage("read"):
-                built = self._build()
-            with self._stage("trace"):
-                captured = self._capture(built)
-            unfused = deepcopy(captured.graph_module)
-            with self._stage("passes"):
-                reports = self._rewrite(captured)
-            with self._stage("kernels"):
-                build_info = kernels.result()
-        self._seconds["kernels"] = round(build_info.seconds, 3)  # of the compiler, not of waiting for it
+        target = open_target(self._folder, self._config)
+        try:
+            return self._run(target)
+        finally:
+            target.close()
+
+    def _run(self, target: CompileTarget) -> Manifest:
+        with self._stage("read"):
+            built = self._build()
+        with self._stage("trace"):
+            captured = self._capture(built)
+        unfused = deepcopy(captured.graph_module)
+        with self._stage("passes"):
+            reports = self._rewrite(captured)
+            plans = target.plans(captured.graph_module, self._config, reports)
+        records = [plan.record for plan in plans]
         with self._stage("weights"):
-            packed = self._pack(captured)
+            packed = self._pack(captured, plans)
+        with self._stage("kernels"):
+            compiler_s = target.make_kernels(records, self._config, captured.facts)
+        self._seconds["kernels"] = round(compiler_s, 3)  # of the compiler, not of waiting for it
         with self._stage("proof"):
-            proof = self._prove(captured, unfused)
+            proof = self._prove(captured, unfused, target.load(records), target.device)
         with self._stage("write"):
-            self._write_graphs(unfused, captured.graph_module)
-            manifest = self._manifest(captured, reports, build_info, packed, proof)
-        return manifest
+            self._write_graphs(unfused, plans)
+            reports += [report for plan in plans for report in plan.reports]
+            return self._manifest(captured, reports, records, target, packed, proof)
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -221,41 +231,47 @@ class _Compile:
         log.info("passes:\n%s", pipeline.format_table(reports))
         return reports
 
-    def _pack(self, captured: CapturedGraph) -> PackedFile:
+    def _pack(self, captured: CapturedGraph, plans: Sequence[Plan]) -> PackedFile:
+        """All programs, and one file with the weights of them all."""
         exprs: dict[str, Expr] = {}
-        keys: dict[str, str] = {}
-        for node in captured.graph_module.graph.nodes:
-            if node.op == "placeholder" and node.meta["role"] == "weight" and node.users:
-                expr = node.meta["weight"]
-                key = str(expr[1]) if expr[0] == "load" else node.name
-                keys[node.name] = key
-                exprs[key] = _substitute(expr, self._by_parameter)
+        for plan in plans:
+            keys: dict[str, str] = {}
+            for node in plan.graph_module.graph.nodes:
+                if node.op == "placeholder" and node.meta["role"] == "weight" and node.users:
+                    expr = node.meta["weight"]
+                    key = str(expr[1]) if expr[0] == "load" else node.name
+                    keys[node.name] = key
+                    exprs[key] = _substitute(expr, self._by_parameter)
+            program = lower(plan.graph_module, keys).model_dump_json()
+            (self._folder / plan.record.program).write_text(program)
         self._read = _Reader(self._source, captured.constants)
-        packed = pack(
+        return pack(
             exprs, self._read, self._folder / WEIGHTS,
             progress=lambda share: self._progress("weights", min(share, 0.999)),
         )  # fmt: skip
-        (self._folder / PLANS[0].program).write_text(lower(captured.graph_module, keys).model_dump_json())
-        return packed
 
-    def _prove(self, captured: CapturedGraph, unfused: fx.GraphModule) -> Proof:
+    def _prove(
+        self, captured: CapturedGraph, unfused: fx.GraphModule, program: Bound, device: torch.device
+    ) -> Proof:
         def weight(node: fx.Node) -> Tensor:
             return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
 
         return prove(
-            unfused, weight, bind_files(self._folder, PLANS)[0], captured.facts.kv_layers,
+            unfused, weight, program, captured.facts.kv_layers,
             dtype=self._dtype, vocab_size=captured.facts.vocab_size,
-            block_tokens=self._config.kv.block_tokens,
+            block_tokens=self._config.kv.block_tokens, device=device,
         )  # fmt: skip
 
-    def _write_graphs(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    def _write_graphs(self, before: fx.GraphModule, plans: Sequence[Plan]) -> None:
         (self._folder / "graph").mkdir()
-        for name, graph_module in (("before.py", before), ("after.py", after)):
-            (self._folder / "graph" / name).write_text(graph_module.code)
+        (self._folder / "graph" / "before.py").write_text(before.code)
+        for plan in plans:
+            name = "after.py" if plan is plans[-1] else f"after.{Path(plan.record.program).stem}.py"
+            (self._folder / "graph" / name).write_text(plan.graph_module.code)
 
     def _manifest(
-        self, captured: CapturedGraph, reports: list[PassReport], build_info: native.BuildInfo,
-        packed: PackedFile, proof: Proof,
+        self, captured: CapturedGraph, reports: list[PassReport], plans: Sequence[PlanRecord],
+        target: CompileTarget, packed: PackedFile, proof: Proof,
     ) -> Manifest:  # fmt: skip
         import transformers
 
@@ -264,6 +280,7 @@ class _Compile:
             for path in sorted(self._folder.rglob("*"))
             if path.is_file() and path.name != WEIGHTS
         }
+        machine, compiler = target.described()
         files[WEIGHTS] = FileRecord(bytes=packed.bytes, digest=packed.digest)
         manifest = Manifest(
             key=self._key,
@@ -274,12 +291,12 @@ class _Compile:
             source=self._source.path.name,
             source_fingerprint=self._source.fingerprint,
             facts=captured.facts,
-            target=Target(machine=this_target().machine, features=build_info.cpu_features),
-            compiler=f"{build_info.compiler} {build_info.version}",
+            target=machine,
+            compiler=compiler,
             options=compile_options(self._config),
             passes=tuple(_record(report) for report in reports),
             proof=proof,
-            plans=PLANS,
+            plans=tuple(plans),
             weights_bytes=packed.bytes,
             files=files,
         )

@@ -2,5 +2,5 @@
 
 from collections.abc import Callable
 
-STAGES = ("read", "trace", "passes", "kernels", "weights", "proof", "write")
+STAGES = ("read", "trace", "passes", "weights", "kernels", "proof", "write")
 Progress = Callable[[str, float], None]  # stage of STAGES, share of it that is done (0 to 1)

@@ -44,7 +44,7 @@ class SchedulerConfig(Section):
 
     max_running: int = Field(256, ge=1, le=4096, description="sequences decoded at once")
     max_step_tokens: int = Field(
-        512, ge=1, le=8192, description="tokens of one step, prefill and decode together"
+        0, ge=0, le=8192, description="tokens of one step, prefill and decode; 0: 512 on a CPU, 4096 on a GPU"
     )
     max_waiting: int = Field(4096, ge=1, description="requests in the queue before new ones get 429")
 
@@ -54,6 +54,14 @@ class CpuConfig(Section):
 
     threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: physical cores of this process")
     bind: bool = Field(True, description="bind each compute thread to one core")
+
+
+class GpuConfig(Section):
+    """CUDA graphs of the GPU back end."""
+
+    graph_tokens: int = Field(
+        1024, ge=0, le=8192, description="steps of up to so many tokens are captured; 0: nothing is"
+    )
 
 
 class ServerConfig(Section):
@@ -80,11 +88,23 @@ class EngineConfig(Section):
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     cpu: CpuConfig = CpuConfig()
+    gpu: GpuConfig = GpuConfig()
     server: ServerConfig = ServerConfig()
     max_model_len: int = Field(0, ge=0, description="context window in tokens; 0: the model's own")
     log_level: str = Field(
         "INFO", pattern="^(?i:debug|info|warning|error)$", description="least level that is logged"
     )
+
+
+_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+def resolve(config: EngineConfig, device: str) -> EngineConfig:
+    """A copy in which everything that depends on the type of the device is settled."""
+    scheduler = config.scheduler
+    if scheduler.max_step_tokens == 0:
+        scheduler = scheduler.model_copy(update={"max_step_tokens": _STEP_TOKENS[device]})
+    return config.model_copy(update={"scheduler": scheduler})
 
 
 def read_settings(tree: Mapping[str, Any], *, hint: str) -> EngineConfig:

@@ -19,7 +19,7 @@ import torch
 
 from ostinato.errors import ConfigError, ContextTooLong, Overloaded, RequestError
 from ostinato.graph.facts import ModelFacts
-from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.frames import Events, Message
 from ostinato.runtime.inbox import Inbox
 from ostinato.runtime.kv_memory import make_kv_memory
@@ -70,6 +70,7 @@ class Engine:
     ) -> None:
         """Commit the initial KV memory. Raises ConfigError: no room, or settings and model disagree."""
         facts = model.facts
+        config = resolve(config, model.device.type)
         self.inbox = inbox or Inbox()
         self._config = config
         self._clock = clock
@@ -91,7 +92,7 @@ class Engine:
             dtype=facts.dtype,
             artifact=str(model.folder),
         )
-        self._backend = self._make_backend(model)
+        self._backend = self._make_backend(model, window)
         self._in_flight: deque[LaunchedStep] = deque()
         self._scheduler = Scheduler(
             self._blocks,
@@ -114,8 +115,15 @@ class Engine:
             self._backend.shut()  # it holds the planes
             self._sizer.close()
 
-    def _make_backend(self, model: Model) -> StepBackend:
+    def _make_backend(self, model: Model, window: int) -> StepBackend:
         facts, planes = model.facts, self._memory.planes()
+        if model.device.type == "cuda":
+            from ostinato.runtime.gpu.gpu_backend import GpuBackend  # needs what only a GPU machine has
+
+            backend = GpuBackend(model, planes, self._config, window=window)
+            with torch.inference_mode():
+                backend.warm_up()
+            return backend
         return CpuBackend(
             model,
             planes,
@@ -269,6 +277,9 @@ class Engine:
         """Say so, check the books, give memory back after a while, sleep until there is mail."""
         outlet.send([self.stats()])
         outlet.idle()
+        while self._backend.idle():
+            if self.inbox.wait(0):
+                return
         if self.inbox.wait(REST_S):
             return
         self.check()

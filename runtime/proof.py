@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ostinato.errors import CompileError, ModelError
 from ostinato.graph.facts import KVLayer
+from ostinato.ops import all_ops
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import Proof
 from ostinato.runtime.program import Bound
@@ -27,6 +28,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # drew errors of 2.8e-5 to 8.4e-5 on the demo model, where the unfused graph has 5.8e-5. A wrong rewrite is
 # off by a hundred times that.
 FACTOR = 4.0
+CPU = torch.device("cpu")
 ROUTED_ROWS = 0.75  # share of rows that must meet the budget where a router chooses experts: choices may flip
 
 
@@ -39,25 +41,29 @@ def prove(
     dtype: torch.dtype,
     vocab_size: int,
     block_tokens: int,
+    device: torch.device = CPU,
     seed: int = 0,
 ) -> Proof:
     """Run unfused graph (float64 and `dtype`) and program on the same tokens; raise CompileError over budget.
 
     ModelError when the model itself gives NaN or infinity, in float64 or in `dtype`.
 
-    `weights` gives the tensor of a weight placeholder, in the type that the program uses.
+    `weights` gives the tensor of a weight placeholder, in the type that the program uses. All runs are on
+    `device`; on a GPU the unfused graph's weights stay there, which takes the size of the model.
     """
-    steps = _two_steps(vocab_size, block_tokens, seed)
+    steps = [_moved(inputs, device) for inputs in _two_steps(vocab_size, block_tokens, seed)]
+    if device != CPU:
+        weights = _kept(weights, device)
     runs: dict[str, tuple[Tensor, list[Tensor]]] = {}
     for name, compute in (("truth", torch.float64), ("plain", None), ("ours", None)):
-        planes = _planes(kv_layers, block_tokens, compute or dtype)
+        planes = _planes(kv_layers, block_tokens, compute or dtype, device)
         logits = []
         for inputs in steps:
             if name == "ours":
                 logits.append(program(inputs, planes).clone())
             else:
                 logits.append(_interpret(graph_module, weights, inputs, planes, compute))
-        runs[name] = (torch.cat(logits).double(), [plane.double() for plane in planes])
+        runs[name] = (torch.cat(logits).double().cpu(), [plane.double().cpu() for plane in planes])
     _refuse_infinite(runs, dtype)
     proof = _compare(runs, torch.finfo(dtype).eps, routed=_has_router(graph_module))
     if proof.max_error > proof.budget or proof.kv_max_error > proof.kv_budget:
@@ -110,10 +116,27 @@ def _two_steps(vocab_size: int, block_tokens: int, seed: int) -> list[StepInputs
     return out
 
 
-def _planes(kv_layers: Sequence[KVLayer], block_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+def _moved(inputs: StepInputs, device: torch.device) -> StepInputs:
+    return StepInputs(*(tensor.to(device) for tensor in inputs))
+
+
+def _kept(weights: Callable[[fx.Node], Tensor], device: torch.device) -> Callable[[fx.Node], Tensor]:
+    there: dict[fx.Node, Tensor] = {}
+
+    def weight(node: fx.Node) -> Tensor:
+        if node not in there:
+            there[node] = weights(node).to(device)
+        return there[node]
+
+    return weight
+
+
+def _planes(
+    kv_layers: Sequence[KVLayer], block_tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     blocks = 1 + 2 * -(-(PROMPT + 1) // block_tokens)
     return [
-        torch.zeros(blocks, block_tokens, layer.kv_heads, size, dtype=dtype)
+        torch.zeros(blocks, block_tokens, layer.kv_heads, size, dtype=dtype, device=device)
         for layer in kv_layers
         for size in (layer.k_size, layer.v_size)
     ]
@@ -151,15 +174,33 @@ def _interpret(
             return values[value[0] if isinstance(value, tuple | list) else value]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+            args, kwargs = _placed(args, inputs.token_ids.device), _placed(kwargs, inputs.token_ids.device)
             if compute:
                 args, kwargs = _widen(args, compute), _widen(kwargs, compute)
                 if node.target == torch.ops.aten._assert_tensor_metadata.default:
                     continue
-            values[node] = node.target(*args, **kwargs)
+            values[node] = _plain(node.target)(*args, **kwargs)
             for used in node.all_input_nodes:
                 if last_use[used] is node:
                     values.pop(used, None)
     raise CompileError("graph without an output")
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """The graph was traced on a CPU; what it makes there belongs on the device of the run."""
+    if isinstance(value, tuple | list):
+        return type(value)(_placed(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _placed(item, device) for key, item in value.items()}
+    return device if isinstance(value, torch.device) else value
+
+
+def _plain(target: Any) -> Any:
+    """The reference of one of our own ops: its kernels take no float64."""
+    module = (
+        getattr(all_ops, str(target).split(".")[1], None) if str(target).startswith("ostinato.") else None
+    )
+    return target if module is None else getattr(module, f"{str(target).split('.')[1]}_reference")
 
 
 def _widen(value: Any, compute: torch.dtype) -> Any:

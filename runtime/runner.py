@@ -27,6 +27,7 @@ class Model(Protocol):
 
     facts: ModelFacts
     folder: Path
+    device: torch.device
 
     def start_team(self) -> None:
         """Start the compute threads of its kernels, if they have their own, for the caller to bind."""

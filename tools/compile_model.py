@@ -22,9 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="TYPE", help="short for --graph.dtype")
     parser.add_argument(
         "--target",
-        choices=("cpu",),
-        default="cpu",
-        help="device to compile for; this machine's processor is the target",
+        metavar="DEVICE",
+        help="short for --graph.target",
     )
     add_flags(parser, leave_out=("server", "scheduler", "cpu", "kv", "max_model_len"))  # no effect here
 
@@ -38,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.dtype:
         setattr(arguments, "graph.dtype", arguments.dtype)
+    if arguments.target:
+        setattr(arguments, "graph.target", arguments.target)
     config = config_from(arguments)
     log.setup(config.log_level if "log_level" in config.model_fields_set else "WARNING")
     start = time.perf_counter()

@@ -39,7 +39,7 @@ class DeviceWeights:
             }
         except ModelError as error:
             raise ArtifactError(f"{error}; or compile the model again") from error
-        self.path, self.bytes = path, path.stat().st_size
+        self.path, self.bytes, self.device = path, path.stat().st_size, driver.device
         granule = driver.granularity
         self._buffer = ElasticBuffer(
             driver, 1, -(-self.bytes // granule) * granule, extent_bytes=max(granule, extent_bytes)

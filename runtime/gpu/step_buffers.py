@@ -58,7 +58,7 @@ class StepBuffers:
         sample_bytes: int,
         device: torch.device,
     ) -> None:
-        """`sample_bytes`: of a row of the sampler's parameters. `table_width`: blocks of a longest sequence."""
+        """`sample_bytes`: of a row of the sampler's parameters. `table_width`: most blocks of a sequence."""
         self.device, self.block_tokens = device, block_tokens
         self._sample_bytes = sample_bytes
         size = self._layout(StepShape(max_tokens, max_sequences, max_tokens))[-1]
@@ -109,11 +109,18 @@ class StepBuffers:
             }
         )
 
-    def fill(self, plan: Plan, shape: StepShape, slots: dict[str, int], host: HostStep) -> None:
+    def fill(
+        self,
+        plan: Plan,
+        shape: StepShape,
+        slots: dict[str, int],
+        host: HostStep,
+        *,
+        every_wanted: bool = False,
+    ) -> None:
         """Write a plan. `slots`: request -> place of its newest token; rows past the plan are made inert.
 
-        With as many logit rows as sequences, row i is the last token of sequence i; else they are the rows
-        that the plan wants.
+        Logit row i is the last token of sequence i; with `every_wanted` the rows are those of the plan.
         """
         entries = plan.entries
         count, tokens = len(entries), plan.num_tokens
@@ -145,7 +152,7 @@ class StepBuffers:
             if entry.token_ids[-1] == PENDING:
                 host.token_ids[place] = -1 - slots[entry.request_id]
         np.add(starts, lengths, out=host.seq_lens[:count], casting="unsafe")
-        rows = last if shape.logit_rows == shape.sequences else _wanted_rows(plan)
+        rows = _wanted_rows(plan) if every_wanted else last
         host.logit_rows[: len(rows)] = rows
         host.logit_rows[len(rows) :] = 0
         host.token_ids[tokens:] = 0
@@ -160,6 +167,12 @@ class StepBuffers:
         last = self._layout(shape)[-1]
         end = last.offset + last.size
         self._staged[:end].copy_(self._pinned[self._turn][:end], non_blocking=True)
+
+    def clear_tables(self, sequences: int) -> None:
+        """Point every entry of the first rows to block 0; the next `fill` writes them anew."""
+        self.tables[:sequences].zero_()
+        self._matrix[:sequences] = 0
+        self._rows[:sequences] = [()] * sequences
 
     def _changed_tables(self, entries: tuple[PlanEntry, ...]) -> list[tuple[int, int, int]]:
         """Bring the host's tables up to date; (row, first, stop) of what is new."""

@@ -34,6 +34,14 @@ class Replay(NamedTuple):
     logits: Tensor  # [R, V]; valid until another graph is replayed
 
 
+class Fit(NamedTuple):
+    """How a plan runs: the shape of its inputs, and the captured step, if there is one."""
+
+    shape: StepShape
+    replay: Replay | None
+    every_wanted: bool  # logits of all rows that the plan wants, not of each sequence's last token
+
+
 def bucket_shapes(max_running: int, graph_tokens: int) -> list[StepShape]:
     """All shapes to capture, hottest first."""
     sizes = [size for size in DECODE_SIZES if size < max_running] + [max_running]
@@ -42,7 +50,7 @@ def bucket_shapes(max_running: int, graph_tokens: int) -> list[StepShape]:
     decode = [StepShape(size, size, size) for size in sizes if size <= graph_tokens]
     mixed = [
         StepShape(tokens, min(tokens // 2, max_running), min(tokens // 2, max_running))
-        for tokens in MIXED_TOKENS  # fewer sequences than tokens: kernels take equal numbers for a decode step
+        for tokens in MIXED_TOKENS  # fewer sequences than tokens: equal numbers mean a decode step
         if tokens <= graph_tokens
     ]
     hot = [s for s in decode if s.tokens <= HOT_DECODE] + [s for s in mixed if s.tokens <= HOT_MIXED]
@@ -59,8 +67,8 @@ class StepGraphs:
         shapes: list[StepShape],
         stream: torch.cuda.Stream,
     ) -> None:
-        """`body` gives a step's kernels to the current stream and returns the logits; `prepare` puts inputs of
-        that shape on the device, for the check.
+        """`body` gives a step's kernels to the current stream and returns the logits; `prepare` puts inputs
+        of that shape on the device, for the check.
         """
         self._body, self._prepare, self._stream = body, prepare, stream
         self._waiting = list(shapes)
@@ -72,25 +80,29 @@ class StepGraphs:
         self.replays = 0
         self.seconds = 0.0
 
-    def fit(self, plan: Plan) -> tuple[StepShape, Replay | None]:
-        """The shape that a plan runs in, and its captured step; None counts the reason in `eager`."""
-        rows = sum(entry.num_logit_rows for entry in plan.entries)
+    def fit(self, plan: Plan) -> Fit:
+        """Where a plan runs. That it is not replayed is counted in `eager`, by reason."""
         count = len(plan.entries)
         if any(entry.prompt_logit_rows for entry in plan.entries):
             self.eager["prompt_logprobs"] += 1
-            return StepShape(plan.num_tokens, count, rows), None
-        shapes = self._decode if plan.num_tokens == count else self._mixed
-        for shape in shapes:
+            rows = sum(entry.num_logit_rows for entry in plan.entries)
+            return Fit(StepShape(plan.num_tokens, count, rows), None, True)
+        reason = "too_large"
+        for shape in self._decode if plan.num_tokens == count else self._mixed:
             if shape.tokens >= plan.num_tokens and shape.sequences >= count:
                 replay = self._captured.get(shape)
                 if replay is not None:
                     self.replays += 1
-                    return shape, replay
-                self.eager["not_captured"] += 1
+                    return Fit(shape, replay, False)
+                reason = "not_captured"
                 break
-        else:
-            self.eager["too_large"] += 1
-        return StepShape(plan.num_tokens, count, count), None
+        self.eager[reason] += 1
+        return Fit(StepShape(plan.num_tokens, count, count), None, False)
+
+    @property
+    def num_captured(self) -> int:
+        """Shapes that can be replayed."""
+        return len(self._captured)
 
     def capture_hot(self) -> None:
         """Capture what is needed before the engine is ready."""

@@ -15,6 +15,7 @@ class Recorder:
     """Keeps what the runner gives a model; its logits are the wanted rows' numbers."""
 
     facts = FACTS
+    device = torch.device("cpu")
     folder = Path("recorder")
 
     def __init__(self):

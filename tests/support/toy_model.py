@@ -47,6 +47,7 @@ class ToyModel:
 
     def __init__(self, folder: Path = Path("toy"), *, seed: int = 0, step_s: float = 0.0) -> None:
         self.facts = FACTS
+        self.device = torch.device("cpu")
         self.folder = folder
         self.step_s = step_s
         self.steps = 0

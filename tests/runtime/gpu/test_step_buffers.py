@@ -27,10 +27,14 @@ def entry(name: str, tokens: Sequence[int], start: int, blocks: tuple[int, ...])
 
 
 def fed(
-    step: StepBuffers, shape: StepShape, *entries: PlanEntry, slots: dict[str, int] | None = None
+    step: StepBuffers,
+    shape: StepShape,
+    *entries: PlanEntry,
+    slots: dict[str, int] | None = None,
+    every_wanted: bool = False,
 ) -> StepInputs:
     plan = Plan(1, entries, sum(len(e.token_ids) for e in entries))
-    step.fill(plan, shape, slots or {}, step.host(shape))
+    step.fill(plan, shape, slots or {}, step.host(shape), every_wanted=every_wanted)
     step.send(shape)
     return step.inputs(shape)[0]
 
@@ -46,9 +50,9 @@ def test_a_mixed_step_is_laid_out_row_by_row() -> None:
     assert [row[:2] for row in inputs.block_tables.tolist()] == [[3, 1], [6, 2]]
 
 
-def test_more_logit_rows_than_sequences_are_those_that_the_plan_wants() -> None:
+def test_every_row_that_the_plan_wants() -> None:
     scored = PlanEntry("b", (8, 9, 10), 0, (6,), True, 0, 0, 4)
-    inputs = fed(buffers(), StepShape(4, 2, 4), entry("a", [7], 5, (3, 1)), scored)
+    inputs = fed(buffers(), StepShape(4, 2, 4), entry("a", [7], 5, (3, 1)), scored, every_wanted=True)
     assert inputs.logit_rows.tolist() == [0, 1, 2, 3]
 
 

@@ -1,0 +1,98 @@
+"""A model in GPU memory: its programs over weights on the device and the launchers of our own ops."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import ArtifactError
+from ostinato.ops import all_ops
+from ostinato.ops.gpu_kernels import STORE
+from ostinato.ops.step_inputs import StepInputs
+from ostinato.runtime.artifact import WEIGHTS, Manifest, PlanRecord, read_program
+from ostinato.runtime.gpu.device_weights import DeviceWeights
+from ostinato.runtime.memory.vmm import VmmDriver
+from ostinato.runtime.memory.vmm_cuda import CudaVmm
+from ostinato.runtime.memory.vmm_plain import usable_driver
+from ostinato.runtime.program import Bound, bind
+
+log = logging.getLogger(__name__)
+
+
+class GpuModel:
+    """A model ready to run on a GPU; as `artifact.LoadedModel`, with what sleeping needs."""
+
+    def __init__(self, folder: Path, manifest: Manifest, weights: DeviceWeights, run: Bound) -> None:
+        self.folder, self.manifest, self.facts = folder, manifest, manifest.facts
+        self.weights, self._run = weights, run
+        self.device = weights.device
+
+    def __call__(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+        return self._run(inputs, kv)
+
+    def start_team(self) -> None:
+        """A GPU needs no compute threads."""
+
+    def close(self) -> None:
+        """Let go of the weights' memory."""
+        del self._run
+        self.weights.close()
+
+
+def gpu_driver(device: torch.device) -> VmmDriver:
+    """Elastic memory of the device, or plain memory with a warning that says why."""
+    return usable_driver(CudaVmm(device))
+
+
+def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel:
+    """Load an artifact that was compiled for this kind of GPU; nothing is compiled from here on.
+
+    The files other than the weights are verified already. Raises ArtifactError, VmmError.
+    """
+    began = time.perf_counter()
+    torch.cuda.set_device(device)
+    STORE.read(folder)
+    STORE.is_sealed = True
+    weights = DeviceWeights(folder / WEIGHTS, gpu_driver(device))
+    try:
+        digest = weights.fill()
+        if digest != manifest.files[WEIGHTS].digest:
+            raise ArtifactError(
+                f"{folder / WEIGHTS}: content does not match the manifest's hash; compile the model again"
+            )
+        run = bind_gpu(folder, manifest.plans, weights)
+    except BaseException:
+        weights.close()
+        raise
+    seconds = time.perf_counter() - began
+    log.info("weights: %d MiB on %s in %.1f s", weights.bytes >> 20, device, seconds)
+    return GpuModel(folder, manifest, weights, run)
+
+
+def bind_gpu(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) -> Bound:
+    """What runs a step by the plan for its number of tokens."""
+    tensors, ops = weights.tensors(), launchers()
+    programs = [read_program(folder / plan.program) for plan in plans]
+    runs = [bind(program, tensors, native=ops, device=weights.device) for program in programs]
+    last_tokens = [plan.last for plan in plans]
+
+    def run(inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+        return runs[bisect_left(last_tokens, inputs.token_ids.shape[0])](inputs, kv)
+
+    return run
+
+
+def launchers() -> dict[str, Callable[..., Any]]:
+    """The GPU side of each of our ops, called without torch's dispatcher: that saves half of a launch."""
+    return {
+        f"ostinato::{name}": module._launch
+        for name, module in vars(all_ops).items()
+        if hasattr(module, "_launch")
+    }
