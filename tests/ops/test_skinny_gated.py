@@ -10,7 +10,7 @@ from ostinato.ops.skinny_rows import MAX_TOKENS, Config
 from tests.support.budget import assert_within_budget
 from tests.support.op_routes import FLOATS, ROUTES, assert_graph_replays, run, sized
 
-TINY = [
+TINY = [(1, 1, 1), (1, 5, 7), (3, 33, 40), (9, 17, 130), (16, 4, 64), (0, 4, 8), (2, 0, 8), (2, 3, 0), (17, 5, 8)]
     (1, 1, 1),
     (1, 5, 7),
     (3, 33, 96),

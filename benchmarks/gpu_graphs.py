@@ -1,0 +1,44 @@
+"""Timing on a GPU: work captured as CUDA graphs whose replays take turns, and the speed of a copy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+RUN_MS = 3.0  # a sample replays a graph for about this long
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def race(graphs: Sequence[torch.cuda.CUDAGraph], num_bytes: int, rounds: int) -> list[list[float]]:
+    """Milliseconds of a replay, `rounds` samples for each graph; they take turns."""
+    repeats = max(1, round(RUN_MS * 4e9 / num_bytes))
+    took: list[list[float]] = [[] for _ in graphs]
+    for turn in range(rounds + 1):
+        for graph, samples in zip(graphs, took, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(repeats):
+                graph.replay()
+            stop.record()
+            stop.synchronize()
+            if turn:
+                samples.append(start.elapsed_time(stop) / repeats)
+    return took
+
+
+def copy_speed(num_bytes: int = 1 << 30) -> float:
+    """TB/s of a device copy of `num_bytes`, counting bytes read plus bytes written."""
+    source, target = (torch.ones(num_bytes // 4, dtype=torch.int32, device="cuda") for _ in range(2))
+    source.random_()
+    (samples,) = race([captured(lambda: target.copy_(source))], 2 * num_bytes, 7)
+    return 2 * num_bytes / statistics.median(samples) / 1e9
