@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # after a refusal; memory that others free is noticed this late
 PEER_RETRY_S = 0.1  # the same where other engines have been asked
+GIVE_EVERY_S = 3 * PEER_RETRY_S  # to others; until then they may not have seen what they got
 
 Moves = Sequence[tuple[int, int]]
 
@@ -67,9 +68,10 @@ class KVSizer:
         self._floor = blocks.committed
         self._target = blocks.capacity  # set from outside
         self._goal = 0  # of the growth that was asked last
+        self._is_filling = False  # free blocks fell under `low` and are not `high` yet
         self._wanted = 0
         self._is_refused = False  # no growth has come since the last refusal
-        self._retry_at = self._patient_until = 0.0
+        self._retry_at = self._patient_until = self._give_at = 0.0
         self._cut_to: int | None = None
         self._surplus: tuple[float, int] | None = None  # since when at least so many blocks were not needed
         self._asleep = False
@@ -126,7 +128,9 @@ class KVSizer:
         self._heed_refusal(now)
         self._decide_cut(wanted, now)
         blocks, ask = self._blocks, wanted
-        if blocks.num_free < self._low and not self._others_want():
+        if blocks.num_free < self._low or blocks.num_free >= self._high:
+            self._is_filling = blocks.num_free < self._low
+        if self._is_filling and not self._others_want():
             ask = max(ask, self._high - blocks.num_free)
         goal = min(blocks.committed + ask, self._limit())
         if ask <= 0 or goal <= blocks.committed or now < self._retry_at:
@@ -243,7 +247,8 @@ class KVSizer:
         if usable > self._blocks.committed:
             self._blocks.grow_to(usable)
             self._is_refused, self._patient_until = False, 0.0
-            self._memory.prepare()
+            if not self._others_want():
+                self._memory.prepare()
 
     def _heed_refusal(self, now: float) -> None:
         refusal = self._memory.take_refusal()
@@ -266,10 +271,12 @@ class KVSizer:
         """Set `_cut_to` if there are more blocks than there should be."""
         blocks = self._blocks
         ends = [self._limit()]
-        if wanted <= 0 and self._others_want() and self._peers is not None:
+        if wanted <= 0 and self._others_want() and now >= self._give_at and self._peers is not None:
             asked = -(-self._peers.others.wanted_bytes // self._memory.pool.block_bytes)
             idle = blocks.available - self._low
             ends.append(max(self._floor, blocks.committed - max(0, min(idle, asked))))
+            self._give_at = now + GIVE_EVERY_S
+            self._memory.shrink_to(blocks.committed)  # spare memory first
         surplus = blocks.num_free - max(self._high, wanted)
         if not self._idle_s or surplus < self._memory.pool.grow_step:
             self._surplus = None
