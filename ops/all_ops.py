@@ -9,6 +9,10 @@ from ostinato.ops import (  # noqa: F401
     rms_norm,
     rope_kv_write,
     rope_table,
+    sample,
     silu_mul,
+    skinny_gated,
+    skinny_linear,
     take_pending,
+    token_scores,
 )

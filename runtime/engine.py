@@ -74,8 +74,14 @@ class Engine:
         self.inbox = inbox or Inbox()
         self._config = config
         self._clock = clock
+        stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._memory, self._blocks, self._sizer = make_kv_memory(
-            facts, config.kv, torch.device("cpu"), wake=self.inbox.wake, clock=clock
+            facts,
+            config.kv,
+            model.device,
+            stream=None if stream is None else stream.cuda_stream,
+            wake=self.inbox.wake,
+            clock=clock,
         )
         try:
             window = _window(facts, config, self._blocks.capacity * config.kv.block_tokens)
@@ -92,7 +98,7 @@ class Engine:
             dtype=facts.dtype,
             artifact=str(model.folder),
         )
-        self._backend = self._make_backend(model, window)
+        self._backend = self._make_backend(model, window, stream)
         self._in_flight: deque[LaunchedStep] = deque()
         self._scheduler = Scheduler(
             self._blocks,
@@ -115,12 +121,12 @@ class Engine:
             self._backend.shut()  # it holds the planes
             self._sizer.close()
 
-    def _make_backend(self, model: Model, window: int) -> StepBackend:
+    def _make_backend(self, model: Model, window: int, stream: torch.cuda.Stream | None) -> StepBackend:
         facts, planes = model.facts, self._memory.planes()
-        if model.device.type == "cuda":
+        if stream is not None:
             from ostinato.runtime.gpu.gpu_backend import GpuBackend  # needs what only a GPU machine has
 
-            backend = GpuBackend(model, planes, self._config, window=window)
+            backend = GpuBackend(model, planes, self._config, window=window, stream=stream)
             with torch.inference_mode():
                 backend.warm_up()
             return backend

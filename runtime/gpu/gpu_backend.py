@@ -69,14 +69,22 @@ class GpuBackend:
 
     max_in_flight = 2
 
-    def __init__(self, model: Model, planes: Sequence[Tensor], config: EngineConfig, *, window: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        planes: Sequence[Tensor],
+        config: EngineConfig,
+        *,
+        window: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
         """`window`: tokens of a longest sequence. Nothing is captured before `warm_up`."""
         facts, kv = model.facts, config.kv
         self._device = planes[0].device
         self._model = model
         self._planes = tuple(plane.as_subclass(KVPlane) for plane in planes)
-        self.stream = torch.cuda.Stream(self._device)
-        torch.cuda.set_stream(self.stream)
+        self.stream = stream
+        torch.cuda.set_stream(stream)
         most, tokens = config.scheduler.max_running, config.scheduler.max_step_tokens
         requests = most + config.scheduler.max_waiting  # preempted ones keep their place while they wait
         self._sampler = DeviceSampler(

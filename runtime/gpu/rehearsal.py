@@ -30,7 +30,10 @@ def rehearse(run: Bound, facts: ModelFacts, config: EngineConfig, device: torch.
         for size in (layer.k_size, layer.v_size)
     ]
     window = min(facts.max_model_len, config.max_model_len or facts.max_model_len)
-    backend = GpuBackend(_Rehearsed(facts, run, device), planes, config, window=window)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    model = _Rehearsed(facts, run, device)
+    backend = GpuBackend(model, planes, config, window=window, stream=stream)
     try:
         most = scheduler.max_running
         shapes = set(bucket_shapes(most, MAX_STEP_TOKENS))
@@ -39,7 +42,7 @@ def rehearse(run: Bound, facts: ModelFacts, config: EngineConfig, device: torch.
             StepShape(tokens, count, count)
             for tokens in (2, 3, 15, 16, 17, 33, 100, 250, 511, 1000, 2047, 3001, 5000, 8191, 8192)
             for count in (1, 2, 3, 8, 17, 32, 65, 128, most)
-            if count < tokens
+            if count < tokens and count <= most
         }
         for shape in sorted(shapes):
             backend.rehearse(shape)
