@@ -165,6 +165,9 @@ class CudaVmm:
         if not streams:
             self._cuda.call("cuCtxSynchronize")
             return
+        for stream in streams:
+            if int(self._cuda.call("cuStreamIsCapturing", stream)):
+                raise VmmError("memory cannot be taken away while a graph is captured; wait for its end")
         flags = self._cuda.api.CUevent_flags
         event = self._cuda.call(
             "cuEventCreate",
@@ -172,8 +175,6 @@ class CudaVmm:
         )
         try:
             for stream in streams:
-                if int(self._cuda.call("cuStreamIsCapturing", stream)):
-                    raise VmmError("memory cannot be taken away while a graph is captured; wait for its end")
                 self._cuda.call("cuEventRecord", event, stream)
                 self._cuda.call("cuEventSynchronize", event)
         finally:
@@ -215,11 +216,17 @@ class CudaVmm:
         return int(self._cuda.call("cuMemExportToShareableHandle", handle, self._cuda.file_descriptor(), 0))
 
     def import_fd(self, fd: int, size: int) -> int:
-        """A handle of memory that another process (or this one) exported; `size` bytes, as created there."""
+        """A handle of memory that another process exported; `size` bytes, as created there.
+
+        For memory of this process the driver may give the handle that it has: it is then released once.
+        """
         self._check(size, "size")
         handle = int(self._cuda.call("cuMemImportFromShareableHandle", fd, self._cuda.file_descriptor()))
         with self._lock:
+            is_known = handle in self._handles
             self._handles[handle] = size
+        if is_known:
+            self._cuda.call("cuMemRelease", handle)
         return handle
 
     def _size_of(self, handle: int) -> int:

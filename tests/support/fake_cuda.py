@@ -57,6 +57,7 @@ class FakeCuda:
         self._counts: Counter[str] = Counter()
         self._failing: dict[tuple[str, int], Result] = {}
         self._files: dict[int, int] = {}
+        self._imported: list[int] = []
 
     def fail(self, name: str, k: int = 1, result: Result = Result.CUDA_ERROR_INVALID_VALUE) -> None:
         self._failing[name, self._counts[name] + k] = result
@@ -109,7 +110,7 @@ class FakeCuda:
         return self._run("cuMemCreate", lambda: self._created(size))
 
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
-        return self._run("cuMemRelease", lambda: None if handle == RETAINED else self.host.release(handle))
+        return self._run("cuMemRelease", lambda: self._released(handle))
 
     def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
         return self._run("cuMemMap", lambda: self.host.map(address, size, handle))
@@ -126,6 +127,12 @@ class FakeCuda:
 
     def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple[Any, ...]:
         return self._run("cuMemExportToShareableHandle", lambda: self._exported(handle))
+
+    def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> tuple[Any, ...]:
+        return self._run(
+            "cuMemImportFromShareableHandle",
+            lambda: self._imported.append(self._files[fd]) or self._files[fd],
+        )
 
     def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> tuple[Any, ...]:
         return self._run("cuMemsetD8Async", lambda: ctypes.memset(address, value, size) and None)
@@ -171,6 +178,12 @@ class FakeCuda:
         self.host.unmap(address, size)
         self.host.free_reserved(address, size)
         return handle
+
+    def _released(self, handle: int) -> None:
+        if handle in self._imported:
+            self._imported.remove(handle)  # one of two references
+        elif handle != RETAINED:
+            self.host.release(handle)
 
     def _exported(self, handle: int) -> int:
         fd = os.open(os.devnull, os.O_RDONLY)

@@ -117,8 +117,8 @@ def test_an_event_behind_the_last_kernel_is_waited_for_before_the_first_unmap(cu
     cuda.calls.clear()
     buffer.shrink(2 * GRANULE)
     assert cuda.calls == [
-        "cuEventCreate",
         "cuStreamIsCapturing",
+        "cuEventCreate",
         "cuEventRecord",
         "cuEventSynchronize",
         "cuEventDestroy",
@@ -178,11 +178,14 @@ def test_sharing_falls_back_with_a_warning(cuda, caplog, attributes, refused, ex
     assert (says is None) == (caplog.text == "")
     handle = driver.create(GRANULE)
     if driver.is_shareable:
-        os.close(driver.export_fd(handle))
+        fd = driver.export_fd(handle)
+        assert driver.import_fd(fd, GRANULE) == handle  # our own memory: one handle, released once
+        os.close(fd)
     else:
         with pytest.raises(VmmError, match="not shareable"):
             driver.export_fd(handle)
     driver.release(handle)
+    assert holds_nothing(cuda, driver)
 
 
 def test_it_says_why_it_cannot_be_used(cuda):
