@@ -9,6 +9,7 @@ Nothing here may run while a stream of this process is captured: the driver woul
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import torch
 from ostinato.runtime.memory.cuda_calls import CudaCalls
 from ostinato.runtime.memory.vmm import VmmError
 from ostinato.runtime.memory.window_tensor import window_tensor
+
+_Mappings = dict[int, tuple[int, int]]  # address -> (bytes, handle)
 
 
 class DeviceBytes(NamedTuple):
@@ -44,7 +47,8 @@ class CudaVmm:
         self._lock = threading.Lock()  # of the books
         self._streams: list[int] = []
         self._handles: dict[int, int] = {}  # handle -> bytes; released ones are gone
-        self._mappings: dict[int, tuple[int, int]] = {}  # address -> (bytes, handle)
+        self._bases: list[int] = []  # of reservations, sorted
+        self._mappings: dict[int, _Mappings] = {}  # by base
 
     def unavailable_reason(self) -> str | None:
         """No GPU, no `cuda-python`, or a device without virtual memory management."""
@@ -73,7 +77,8 @@ class CudaVmm:
     def live_handles(self) -> int:
         """Handles that hold memory: created and not released, or still mapped."""
         with self._lock:
-            return len(self._handles.keys() | {handle for _, handle in self._mappings.values()})
+            mapped = {handle for inside in self._mappings.values() for _, handle in inside.values()}
+            return len(self._handles.keys() | mapped)
 
     def order_after(self, stream: int) -> None:
         """`quiesce` waits for this stream (`torch.cuda.Stream.cuda_stream`); without any, for the device."""
@@ -89,17 +94,24 @@ class CudaVmm:
     def reserve(self, size: int) -> int:
         """Reserve addresses, aligned to the granularity."""
         self._check(size, "size")
-        return int(self._cuda.call("cuMemAddressReserve", size, self.granularity, 0, 0))
+        base = int(self._cuda.call("cuMemAddressReserve", size, self.granularity, 0, 0))
+        with self._lock:
+            bisect.insort(self._bases, base)
+            self._mappings[base] = {}
+        return base
 
     def free_reserved(self, address: int, size: int) -> None:
         """Give a whole reservation back."""
         with self._lock:
-            held = sum(address <= at < address + size for at in self._mappings)
+            held = len(self._mappings.get(address, ()))
         if held:
             raise VmmError(
                 f"free_reserved({address:#x}, {size}): {held} mappings are still in it; unmap them first"
             )
         self._cuda.call("cuMemAddressFree", address, size)
+        with self._lock:
+            self._bases.remove(address)
+            del self._mappings[address]
 
     def create(self, size: int, *, at: int | None = None) -> int:
         """Allocate `size` bytes of any content. `at` is of no use here."""
@@ -128,18 +140,19 @@ class CudaVmm:
         if size != created:
             raise VmmError(f"map: handle {handle} has {created} bytes, asked to map {size}; map all of it")
         with self._lock:
-            if address in self._mappings:
+            mappings = self._around(address)
+            if address in mappings:
                 raise VmmError(f"map({address:#x}): something is mapped there already")
         self._cuda.call("cuMemMap", address, size, 0, handle, 0)
         with self._lock:
-            self._mappings[address] = (size, handle)
+            mappings[address] = (size, handle)
 
     def set_access(self, address: int, size: int) -> None:
         """Allow this device to read and write."""
         with self._lock:
-            at = address
-            while at < address + size and at in self._mappings:
-                at += self._mappings[at][0]
+            at, mappings = address, self._around(address)
+            while at < address + size and at in mappings:
+                at += mappings[at][0]
         if at != address + size:
             raise VmmError(f"set_access({address:#x}, {size}): not exactly a run of whole mappings")
         self._cuda.call("cuMemSetAccess", address, size, [self._cuda.open().access], 1)
@@ -148,11 +161,12 @@ class CudaVmm:
         """Take one mapping away; the addresses stay reserved, touching them is an error of the device."""
         self._cuda.check_process()
         with self._lock:
-            if self._mappings.get(address, (0, 0))[0] != size:
+            mappings = self._around(address)
+            if mappings.get(address, (0, 0))[0] != size:
                 raise VmmError(f"unmap({address:#x}, {size}): no mapping of that address and size")
         self._cuda.call("cuMemUnmap", address, size)
         with self._lock:
-            del self._mappings[address]
+            del mappings[address]
 
     def quiesce(self) -> None:
         """Wait for everything given so far to the streams of `order_after`, or to the device.
@@ -193,10 +207,10 @@ class CudaVmm:
         return window_tensor(address, size, self.device, owner)
 
     def mapped_bytes(self, address: int, size: int) -> int:
-        """Bytes of the range that are mapped; mappings that stick out count for their part inside."""
+        """Bytes of a part of one reservation that are mapped, parts of mappings counted as such."""
         end = address + size
         with self._lock:
-            mappings = [(at, n) for at, (n, _) in self._mappings.items()]
+            mappings = [(at, n) for at, (n, _) in self._around(address).items()]
         return sum(max(0, min(end, at + n) - max(address, at)) for at, n in mappings)
 
     def is_mapped(self, address: int) -> bool:
@@ -228,6 +242,13 @@ class CudaVmm:
         if is_known:
             self._cuda.call("cuMemRelease", handle)
         return handle
+
+    def _around(self, address: int) -> _Mappings:
+        """Mappings of the reservation that begins last before an address."""
+        at = bisect.bisect_right(self._bases, address)
+        if not at:
+            raise VmmError(f"{address:#x}: not inside a reservation")
+        return self._mappings[self._bases[at - 1]]
 
     def _size_of(self, handle: int) -> int:
         self._cuda.check_process()
