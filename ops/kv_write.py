@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.check import FLOATS, INTEGERS, check_dense_planes, check_device, check_shapes, check_types
-from ostinato.ops.launch import KERNEL_FLOATS, ceil_to_power_of_2, jit, on_device, tl, with_dense_heads
+from ostinato.ops.launch import (
+    KERNEL_FLOATS,
+    ceil_to_power_of_2,
+    has_pdl,
+    jit,
+    on_device,
+    tl,
+    with_dense_heads,
+)
 
 
 def kv_write_reference(
@@ -26,13 +34,14 @@ def kv_write_reference(
     v_cache.index_put_((block, offset), v_TGE[live_T])
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _kernel(  # type: ignore[no-untyped-def]  # Triton
     k,
     v,
     k_cache,
     v_cache,
     slots,
+    num_rows,
     k_stride_t,
     k_stride_g,
     v_stride_t,
@@ -43,22 +52,34 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     v_cache_stride_n,
     v_cache_stride_b,
     v_cache_stride_g,
-    D,
-    E,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
     B: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + token).to(tl.int64)
-    block, offset = slot // B, slot % B
-    at = tl.arange(0, BLOCK)
-    k_live, v_live = at < tl.where(slot >= 0, D, 0), at < tl.where(slot >= 0, E, 0)
-    k_head = tl.load(k + token * k_stride_t + head * k_stride_g + at, mask=k_live)
-    v_head = tl.load(v + token * v_stride_t + head * v_stride_g + at, mask=v_live)
-    k_place = k_cache + block * k_cache_stride_n + offset * k_cache_stride_b + head * k_cache_stride_g
-    v_place = v_cache + block * v_cache_stride_n + offset * v_cache_stride_b + head * v_cache_stride_g
-    tl.store(k_place + at, k_head, mask=k_live)
-    tl.store(v_place + at, v_head, mask=v_live)
+    """ROWS heads, those of a token side by side."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // G, row % G
+    slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
+    block, place = slot // B, slot % B
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    live = (slot >= 0)[:, None]
+    k_live, v_live = live & (d < D)[None, :], live & (e < E)[None, :]
+    k_from = k + token * k_stride_t + head * k_stride_g
+    v_from = v + token * v_stride_t + head * v_stride_g
+    k_to = k_cache + block * k_cache_stride_n + place * k_cache_stride_b + head * k_cache_stride_g
+    v_to = v_cache + block * v_cache_stride_n + place * v_cache_stride_b + head * v_cache_stride_g
+    keys = tl.load(k_from[:, None] + d[None, :], mask=k_live)
+    values = tl.load(v_from[:, None] + e[None, :], mask=v_live)
+    tl.store(k_to[:, None] + d[None, :], keys, mask=k_live)
+    tl.store(v_to[:, None] + e[None, :], values, mask=v_live)
 
 
 def _check(k_TGD: Tensor, v_TGE: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:
@@ -89,22 +110,29 @@ def _launch(k_TGD: Tensor, v_TGE: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     num_tokens, kv_heads, k_size = k_TGD.shape
     v_size = v_TGE.shape[2]
     k, v = with_dense_heads(k_TGD), with_dense_heads(v_TGE)
+    rows, pdl = 16, has_pdl(k)
     with on_device(k):
-        _kernel[num_tokens, kv_heads](
+        _kernel[(-(-num_tokens * kv_heads // rows),)](
             k,
             v,
             k_cache,
             v_cache,
             slots_T.contiguous(),
+            num_tokens * kv_heads,
             *k.stride()[:2],
             *v.stride()[:2],
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
-            k_size,
-            v_size,
+            G=kv_heads,
+            D=k_size,
+            E=v_size,
             B=k_cache.shape[1],
-            BLOCK=ceil_to_power_of_2(max(k_size, v_size)),
-            num_warps=1,
+            ROWS=rows,
+            BLOCK_D=ceil_to_power_of_2(k_size),
+            BLOCK_E=ceil_to_power_of_2(v_size),
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
         )
 
 

@@ -33,6 +33,7 @@ from ostinato.ops.launch import (
     KERNEL_FLOATS,
     as_rows,
     ceil_to_power_of_2,
+    has_pdl,
     jit,
     on_device,
     tl,
@@ -79,8 +80,10 @@ def rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: b
 
 
 @jit
-def _rotated(  # type: ignore[no-untyped-def]  # Triton
-    head,
+def _write_turned(  # type: ignore[no-untyped-def]  # Triton
+    source,
+    target,
+    live,
     weight,
     cos,
     sin,
@@ -91,31 +94,38 @@ def _rotated(  # type: ignore[no-untyped-def]  # Triton
     NORM: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """BLOCK values of one head after norm and rotation; each value is loaded with the other of its pair."""
-    at = tl.arange(0, BLOCK)
-    if INTERLEAVED:
-        other, column, is_first = at ^ 1, at // 2, at % 2 == 0
-    else:
-        is_first = at < R // 2
-        other, column = tl.where(is_first, at + R // 2, at - R // 2), at
-    turns = at < R
-    x = tl.load(head + at, mask=at < D, other=0.0).to(tl.float32)
-    y = tl.load(head + other, mask=turns, other=0.0).to(tl.float32)
+    """Norm and rotate the heads that begin at `source` [rows] into `target`; cos and sin [rows, HALF]."""
+    kept_type: tl.constexpr = source.dtype.element_ty
+    i, j = tl.arange(0, HALF), R + tl.arange(0, REST)
+    first = i * 2 if INTERLEAVED else i
+    second = first + 1 if INTERLEAVED else i + R // 2
+    turns, stays = live[:, None] & (i < R // 2)[None, :], live[:, None] & (j < D)[None, :]
+    x = tl.load(source[:, None] + first[None, :], mask=turns, other=0.0).to(tl.float32)
+    y = tl.load(source[:, None] + second[None, :], mask=turns, other=0.0).to(tl.float32)
+    if R < D:
+        z = tl.load(source[:, None] + j[None, :], mask=stays, other=0.0)
     if NORM:
-        kept_type: tl.constexpr = head.dtype.element_ty
-        rstd = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-        x_weight = tl.load(weight + at, mask=at < D, other=0.0)
-        y_weight = tl.load(weight + other, mask=turns, other=0.0)
+        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+        x_weight = tl.load(weight + first, mask=i < R // 2, other=0.0)[None, :]
+        y_weight = tl.load(weight + second, mask=i < R // 2, other=0.0)[None, :]
+        if R < D:
+            squares += tl.sum(z.to(tl.float32) * z.to(tl.float32), 1)
+        rstd = tl.rsqrt(squares / D + eps)[:, None]
         x = scaled(x, rstd, x_weight, offset, kept_type, ROUND_FIRST).to(tl.float32)
         y = scaled(y, rstd, y_weight, offset, kept_type, ROUND_FIRST).to(tl.float32)
-    c = tl.load(cos + column, mask=turns, other=1.0).to(tl.float32)
-    s = tl.load(sin + column, mask=turns, other=0.0).to(tl.float32)
-    return x * c + tl.where(is_first, -y, y) * s
+        if R < D:
+            z_weight = tl.load(weight + j, mask=j < D, other=0.0)[None, :]
+            z = scaled(z.to(tl.float32), rstd, z_weight, offset, kept_type, ROUND_FIRST)
+    tl.store(target[:, None] + first[None, :], (x * cos - y * sin).to(kept_type), mask=turns)
+    tl.store(target[:, None] + second[None, :], (y * cos + x * sin).to(kept_type), mask=turns)
+    if R < D:
+        tl.store(target[:, None] + j[None, :], z, mask=stays)
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _kernel(  # type: ignore[no-untyped-def]  # Triton
     q,
     k,
@@ -130,6 +140,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     out,
     eps,
     offset,
+    num_tokens,
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -154,34 +165,78 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     NORM_K: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One head of one token: H of q, then G of k, then G of v."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + token).to(tl.int64)
-    block, offset_in_block = slot // B, slot % B
-    at = tl.arange(0, BLOCK)
-    cos += token * cos_stride
-    sin += token * sin_stride
-    if head < H:
+    """HEADS heads of TOKENS tokens: of q, or, in the last programs, of k and v."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.arange(0, TOKENS * HEADS)
+    token = (tl.program_id(0) * TOKENS + row // HEADS).to(tl.int64)
+    there = token < num_tokens
+    i = tl.arange(0, HALF)
+    turns = there[:, None] & (i < R // 2)[None, :]
+    c = tl.load(cos + token[:, None] * cos_stride + i[None, :], mask=turns, other=0.0).to(tl.float32)
+    s = tl.load(sin + token[:, None] * sin_stride + i[None, :], mask=turns, other=0.0).to(tl.float32)
+    Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
+    part = tl.program_id(1)
+    if part < Q_PARTS:
+        head = part * HEADS + row % HEADS
         source = q + token * q_stride_t + head * q_stride_h
-        turned = _rotated(
-            source, q_weight, cos, sin, eps, offset, D, R, NORM_Q, ROUND_FIRST, INTERLEAVED, BLOCK
+        target = out + (token * H + head) * D
+        live = there & (head < H)
+        _write_turned(
+            source,
+            target,
+            live,
+            q_weight,
+            c,
+            s,
+            eps,
+            offset,
+            D,
+            R,
+            NORM_Q,
+            ROUND_FIRST,
+            INTERLEAVED,
+            HALF,
+            REST,
         )
-        tl.store(out + (token * H + head) * D + at, turned.to(out.dtype.element_ty), mask=at < D)
-    elif head < H + G:
-        source = k + token * k_stride_t + (head - H) * k_stride_g
-        turned = _rotated(
-            source, k_weight, cos, sin, eps, offset, D, R, NORM_K, ROUND_FIRST, INTERLEAVED, BLOCK
-        )
-        k_place = k_cache + block * k_cache_stride_n + offset_in_block * k_cache_stride_b
-        k_place += (head - H) * k_cache_stride_g
-        tl.store(k_place + at, turned.to(out.dtype.element_ty), mask=at < tl.where(slot >= 0, D, 0))
     else:
-        live = at < tl.where(slot >= 0, E, 0)
-        value = tl.load(v + token * v_stride_t + (head - H - G) * v_stride_g + at, mask=live)
-        v_place = v_cache + block * v_cache_stride_n + offset_in_block * v_cache_stride_b
-        tl.store(v_place + (head - H - G) * v_cache_stride_g + at, value, mask=live)
+        head = (part - Q_PARTS) * HEADS + row % HEADS
+        slot = tl.load(slots + token, mask=there, other=-1).to(tl.int64)
+        block, place = slot // B, slot % B
+        live = (slot >= 0) & (head < G)
+        e = tl.arange(0, BLOCK_E)
+        copied = live[:, None] & (e < E)[None, :]
+        source = v + token * v_stride_t + head * v_stride_g
+        target = v_cache + block * v_cache_stride_n + place * v_cache_stride_b + head * v_cache_stride_g
+        values = tl.load(source[:, None] + e[None, :], mask=copied)
+        tl.store(target[:, None] + e[None, :], values, mask=copied)
+        source = k + token * k_stride_t + head * k_stride_g
+        target = k_cache + block * k_cache_stride_n + place * k_cache_stride_b + head * k_cache_stride_g
+        _write_turned(
+            source,
+            target,
+            live,
+            k_weight,
+            c,
+            s,
+            eps,
+            offset,
+            D,
+            R,
+            NORM_K,
+            ROUND_FIRST,
+            INTERLEAVED,
+            HALF,
+            REST,
+        )
 
 
 def _check(
@@ -253,8 +308,11 @@ def _launch(
     _, kv_heads, v_size = v_TGE.shape
     q, k, v = with_dense_heads(q_THD), with_dense_heads(k_TGD), with_dense_heads(v_TGE)
     cos, sin = as_rows(cos_TR), as_rows(sin_TR)
+    num_rotated, pdl = cos.shape[1], has_pdl(q)
+    at_once = min(ceil_to_power_of_2(max(heads, kv_heads)), _HEADS)
+    parts = -(-heads // at_once) + -(-kv_heads // at_once)
     with on_device(q):
-        _kernel[num_tokens, heads + 2 * kv_heads](
+        _kernel[-(-num_tokens // _TOKENS), parts](
             q,
             k,
             v,
@@ -268,6 +326,7 @@ def _launch(
             out,
             eps,
             offset,
+            num_tokens,
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
@@ -279,17 +338,26 @@ def _launch(
             G=kv_heads,
             D=head_size,
             E=v_size,
-            R=cos.shape[1],
+            R=num_rotated,
             B=k_cache.shape[1],
             NORM_Q=q_weight_D is not None,
             NORM_K=k_weight_D is not None,
             ROUND_FIRST=round_first,
             INTERLEAVED=interleaved,
-            BLOCK=ceil_to_power_of_2(max(head_size, v_size)),
-            num_warps=1,
+            TOKENS=_TOKENS,
+            HEADS=at_once,
+            HALF=ceil_to_power_of_2(num_rotated // 2),
+            REST=ceil_to_power_of_2(head_size - num_rotated),
+            BLOCK_E=ceil_to_power_of_2(v_size),
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
         )
     return out
 
+
+# A program of 4 warps: one vector of 8 bf16 a thread for heads of 128. One choice for all numbers of tokens.
+_TOKENS, _HEADS = 2, 8
 
 torch.library.define(
     "ostinato::rope_kv_write",

@@ -15,7 +15,8 @@ OPS = [
     "kv_write",
     "rope_table",
     "rope_kv_write",
-    "paged_attention",
+    "paged_decode",
+    "paged_prefill",
 ]
 
 

@@ -15,7 +15,8 @@ from ostinato.ops import (
     add_rms_norm,
     gelu_tanh_mul,
     kv_write,
-    paged_attention,
+    paged_decode,
+    paged_prefill,
     rms_norm,
     rope_kv_write,
     rope_table,
@@ -24,24 +25,25 @@ from ostinato.ops import (
 from ostinato.ops.launch import triton_function
 
 INDEX = {"slots": "*i64", "block_tables": "*i32", "seq_lens": "*i32", "query_start": "*i32"}
-INDEX |= {"positions": "*i64", "inv_freq": "*fp32"}
+INDEX |= {"sums": "*fp32", "arrivals": "*i32", "positions": "*i64", "inv_freq": "*fp32"}
 SCALARS = dict.fromkeys(("eps", "offset", "scale", "scaling", "softcap"), "fp32")
 TENSORS = {"gate", "up", "x", "residual", "weight", "normed", "total", "q", "k", "v", "cos", "sin"}
-TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "out"}
+TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "sinks", "out"}
 HEADS = {"D": 96, "E": 64, "B": 16}
+ATTENTION = HEADS | {"H": 6, "GROUP": 3, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "BLOCK_N": 64}
+ATTENTION |= {"BLOCK_D": 128, "BLOCK_E": 64, "FLOAT32_DOT": False, "IS_GPU": True}
 CONSTANTS: dict[ModuleType, dict[str, Any]] = {
     silu_mul: {"BLOCK": 1024, "PDL": True},
     gelu_tanh_mul: {"BLOCK": 1024, "PDL": True},
     rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024, "PDL": True},
     add_rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024, "PDL": True},
-    kv_write: {"B": 16, "BLOCK": 128},
+    kv_write: HEADS | {"G": 2, "ROWS": 16, "BLOCK_D": 128, "BLOCK_E": 64, "PDL": True},
     rope_table: {"HALF": 48, "BLOCK": 128, "PDL": True},
     rope_kv_write: HEADS
     | {"H": 4, "G": 2, "R": 64, "NORM_Q": True, "NORM_K": False, "ROUND_FIRST": True, "INTERLEAVED": False}
-    | {"BLOCK": 128},
-    paged_attention: HEADS
-    | {"H": 6, "GROUP": 3, "WINDOW": 64, "SOFTCAP": True, "QUERIES": 5, "BLOCK_M": 16, "BLOCK_N": 64}
-    | {"BLOCK_D": 128, "BLOCK_E": 64, "FLOAT32_DOT": False},
+    | {"TOKENS": 2, "HEADS": 4, "HALF": 32, "REST": 32, "BLOCK_E": 64, "PDL": True},
+    paged_decode: ATTENTION | {"BLOCK_M": 16, "BLOCK_H": 4, "PDL": True},
+    paged_prefill: ATTENTION | {"QUERIES": 42, "BLOCK_M": 128, "SEQS": 256},
 }
 
 

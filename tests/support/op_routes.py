@@ -37,7 +37,8 @@ def run(route: str, module: ModuleType, *args: Any) -> Any:
         return module.OP(*args)
     moved = [on_gpu(arg) for arg in args]
     result = module.OP(*moved)
-    for arg, copy, declared in zip(args, moved, module.OP._schema.arguments, strict=True):
+    declarations = module.OP._schema.arguments[: len(args)]  # the rest has defaults
+    for arg, copy, declared in zip(args, moved, declarations, strict=True):
         if declared.alias_info is not None and declared.alias_info.is_write:
             arg.copy_(copy)
     if isinstance(result, tuple):
