@@ -38,15 +38,16 @@ CANDIDATES = (
     Config(False, 2, 1024, 4, 1),
     Config(False, 2, 1024, 4, 1, prefetch=1024),
     Config(False, 4, 1024, 4, 1),
-    Config(True, 8, 128, 2, 6, prefetch=256),
+    Config(True, 8, 128, 4, 6, prefetch=256),
     Config(True, 8, 256, 4, 4),
-    Config(True, 16, 128, 4, 6),
+    Config(True, 8, 256, 4, 4, prefetch=512),
     Config(True, 16, 128, 4, 6, prefetch=512),
+    Config(True, 16, 256, 4, 4),
     Config(True, 16, 256, 4, 4, prefetch=512),
-    Config(True, 32, 64, 4, 6, prefetch=256),
+    Config(True, 16, 256, 8, 4, prefetch=512),
     Config(True, 32, 128, 4, 4),
     Config(True, 32, 128, 4, 4, prefetch=512),
-    Config(True, 64, 128, 8, 3, prefetch=256),
+    Config(True, 32, 256, 8, 3, prefetch=256),
 )
 
 
@@ -91,6 +92,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    WARPS: tl.constexpr,
     PREFETCH: tl.constexpr,
     NORM: tl.constexpr,
     SILU: tl.constexpr,
@@ -131,6 +133,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
             2 * BLOCK_R,
             BLOCK_K,
             BLOCK_T,
+            WARPS,
             PREFETCH,
             NORM,
             FLOAT32_DOT,
@@ -232,6 +235,7 @@ def launch(
             BLOCK_R=config.rows,
             BLOCK_K=config.block_k,
             BLOCK_T=block_t,
+            WARPS=config.num_warps,
             PREFETCH=config.prefetch,
             NORM=norm_stage(norm_weight_K, x, config),
             SILU=activation == "silu",
@@ -250,9 +254,9 @@ def _config(num_tokens: int, num_out: int, width: int, dtype: torch.dtype) -> Co
         rows = 2 if num_out >= 2048 else 1
         return Config(False, rows, 512 if width <= 512 else 1024, 2 if width <= 512 else 4, 1)
     if num_out < 16 * 128:  # less than a program for each multiprocessor
-        return Config(True, 8, 256, 4, 4)
+        return Config(True, 8, 256, 4, 4, prefetch=512)
     if num_tokens <= 8:
-        return Config(True, 16, 128, 4, 6, prefetch=512)
+        return Config(True, 16, 256, 4, 4, prefetch=512)
     return Config(True, 32, 128, 4, 4, prefetch=512)
 
 

@@ -30,7 +30,7 @@ from ostinato.ops.skinny_rows import (
 )
 
 # What the tuner tries. Weights in flight decide: 4.4 TB/s times a delay near 0.8 us is 27 KiB on each of the
-# H200's 132 multiprocessors, and these have 32 to 112 KiB. On sm_90 each compiles without spills.
+# H200's 132 multiprocessors, and these have 50 to 220 KiB. On sm_90 each compiles without spills.
 CANDIDATES = (
     Config(False, 1, 512, 2, 1),
     Config(False, 1, 1024, 4, 1),
@@ -39,19 +39,20 @@ CANDIDATES = (
     Config(False, 4, 1024, 4, 1),
     Config(False, 4, 1024, 4, 1, prefetch=1024),
     Config(False, 8, 1024, 4, 1),
-    Config(True, 16, 128, 2, 6, prefetch=256),
+    Config(True, 16, 128, 4, 6, prefetch=256),
     Config(True, 16, 256, 4, 4),
     Config(True, 16, 256, 4, 4, prefetch=512),
-    Config(True, 32, 128, 4, 6),
+    Config(True, 16, 512, 8, 3, prefetch=512),
     Config(True, 32, 128, 4, 6, prefetch=512),
+    Config(True, 32, 256, 4, 4),
     Config(True, 32, 256, 4, 4, prefetch=512),
-    Config(True, 64, 64, 4, 6, prefetch=256),
+    Config(True, 32, 256, 8, 4, prefetch=512),
     Config(True, 64, 128, 4, 4),
     Config(True, 64, 128, 4, 4, prefetch=512),
-    Config(True, 128, 128, 8, 3, prefetch=256),
+    Config(True, 64, 256, 8, 3, prefetch=256),
     Config(True, 32, 256, 4, 4, split=2, prefetch=512),
     Config(True, 64, 128, 4, 4, split=2, prefetch=512),
-    Config(True, 64, 128, 4, 4, split=4, prefetch=256),
+    Config(True, 64, 256, 8, 3, split=4, prefetch=256),
 )
 SUM_BLOCK = 256  # outputs of one program of the second kernel of a split
 
@@ -92,6 +93,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    WARPS: tl.constexpr,
     SPLIT: tl.constexpr,
     PREFETCH: tl.constexpr,
     BIAS: tl.constexpr,
@@ -138,6 +140,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
             BLOCK_R,
             BLOCK_K,
             BLOCK_T,
+            WARPS,
             PREFETCH,
             NORM,
             FLOAT32_DOT,
@@ -312,6 +315,7 @@ def launch(
             BLOCK_R=config.rows,
             BLOCK_K=config.block_k,
             BLOCK_T=block_t,
+            WARPS=config.num_warps,
             SPLIT=config.split,
             PREFETCH=config.prefetch,
             BIAS=bias_N is not None,
@@ -354,7 +358,7 @@ def _config(num_tokens: int, num_out: int, width: int, dtype: torch.dtype) -> Co
     if num_out < 32 * 128:  # less than a program for each multiprocessor
         return Config(True, 16, 256, 4, 4, prefetch=512)
     if num_tokens <= 8:
-        return Config(True, 32, 128, 4, 6, prefetch=512)
+        return Config(True, 32, 256, 4, 4, prefetch=512)
     # Each program reads all of x: at 16 tokens that is half as much as 32 rows of weights.
     return Config(True, 64, 128, 4, 4, split=1 if num_out >= 64 * 128 else 2, prefetch=512)
 

@@ -1,7 +1,8 @@
 """Products of a few tokens with rows of a weight matrix: what skinny_linear and skinny_gated share.
 
 A program owns BLOCK_R weight rows and reads each of their values once. One token is multiplied by fused
-multiply-adds in float32; up to 8 or 16 tokens by tensor cores, the weight being the large operand.
+multiply-adds in float32; up to 8 or 16 tokens by tensor cores, the weight being the large operand, and each
+warp having columns of its own: no warp repeats the work of another, and chains of products stay short.
 A norm of x costs no second pass: y = rstd(x) * sum_k (x_k * (w_k + offset)) W_nk, with the sum of squares
 collected in the same loop.
 Programmatic dependent launch: weights are constants (no kernel of a step writes them), so the first of them
@@ -67,12 +68,6 @@ def check_dense_rows(op: str, weight: Tensor) -> None:
 
 
 @jit
-def _in_eights(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
-    """a * b, [ROWS, COLUMNS] in float32, summed over 8 columns, which one thread holds: few registers."""
-    return tl.sum(tl.reshape(a * b, (ROWS, COLUMNS // 8, 8)), 2)
-
-
-@jit
 def _prefetch(at, first, stop, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
     """Ask L2 for columns first to first + COUNT, stop at most, of the rows at `at`: one request a line."""
     LINE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
@@ -97,7 +92,10 @@ def sums_of_one(  # type: ignore[no-untyped-def]  # Triton
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: its sums [BLOCK_R] with the rows that start at `at`, normed."""
+    """One token: its sums [BLOCK_R] with the rows that start at `at`, normed.
+
+    A thread holds 8 columns side by side and adds them at once, which takes few registers.
+    """
     k = tl.arange(0, BLOCK_K)
     ahead = tl.load(at[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:
@@ -118,10 +116,10 @@ def sums_of_one(  # type: ignore[no-untyped-def]  # Triton
         column = (start + k)[None, :]
         values = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
         if NORM:
-            squares += _in_eights(values, values, 1, BLOCK_K)
+            squares += tl.sum(tl.reshape(values * values, (1, BLOCK_K // 8, 8)), 2)
             scale = tl.load(norm_weight + column, mask=column < K, other=0.0).to(tl.float32)
             values = values * (scale + offset)
-        sums += _in_eights(w, values, BLOCK_R, BLOCK_K)
+        sums += tl.sum(tl.reshape(w * values, (BLOCK_R, BLOCK_K // 8, 8)), 2)
     total = tl.sum(sums, 1)
     if NORM:
         total *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
@@ -143,6 +141,7 @@ def sums_of_many(  # type: ignore[no-untyped-def]  # Triton
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    WARPS: tl.constexpr,
     PREFETCH: tl.constexpr,
     NORM: tl.constexpr,
     FLOAT32_DOT: tl.constexpr,
@@ -152,36 +151,42 @@ def sums_of_many(  # type: ignore[no-untyped-def]  # Triton
 
     With NORM 1 the caller norms the sums, once it has the squares of all columns.
     """
+    if PDL and PREFETCH > 0:
+        _prefetch(at, first, K, PREFETCH)
+    SHARE: tl.constexpr = BLOCK_K // WARPS  # columns of a warp in a step
+    t = tl.arange(0, BLOCK_T)
+    k = (tl.arange(0, WARPS)[:, None] * SHARE + tl.arange(0, SHARE)[None, :])[:, None, :]
+    if NORM:  # too small for the loop's asynchronous copies, so a step ahead in registers
+        scale_ahead = tl.load(norm_weight + first + k, mask=first + k < K, other=0.0)
     if PDL:
-        if PREFETCH > 0:
-            _prefetch(at, first, K, PREFETCH)
         tl.extra.cuda.gdc_wait()
-    k, t = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
-    x_at = x + t.to(tl.int64)[:, None] * x_stride
-    there = (t < num_tokens)[:, None]
+    x_at = (x + t.to(tl.int64) * x_stride)[None, :, None]
+    there = (t < num_tokens)[None, :, None]
     if NORM == 2:
-        squares = tl.zeros([BLOCK_T, BLOCK_K // 8], tl.float32)
+        squares = tl.zeros([WARPS, BLOCK_T, SHARE // 8], tl.float32)
         for start in range(0, K, BLOCK_K):
-            wide = tl.load(x_at + (start + k)[None, :], mask=there & (start + k < K)[None, :], other=0.0)
-            wide = wide.to(tl.float32)
-            squares += _in_eights(wide, wide, BLOCK_T, BLOCK_K)
-        rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)
-    sums = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_K // 8], tl.float32)
+            column = start + k
+            wide = tl.load(x_at + column, mask=there & (column < K), other=0.0).to(tl.float32)
+            squares += tl.sum(tl.reshape(wide * wide, (WARPS, BLOCK_T, SHARE // 8, 8)), 3)
+        rstd = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)
+    sums = tl.zeros([WARPS, BLOCK_R, BLOCK_T], tl.float32)
+    squares = tl.zeros([WARPS, BLOCK_T, SHARE // 8], tl.float32)
     for start in tl.range(first, first + COLUMNS, BLOCK_K):
         column = start + k
-        live = (column < K)[None, :]
-        w = tl.load(at[:, None] + column[None, :], mask=live, other=0.0, eviction_policy="evict_first")
-        values = tl.load(x_at + column[None, :], mask=there & live, other=0.0)
+        live = column < K
+        w = tl.load(at[None, :, None] + column, mask=live, other=0.0, eviction_policy="evict_first")
+        values = tl.load(x_at + column, mask=there & live, other=0.0)
         if NORM:
-            scale = tl.load(norm_weight + column, mask=column < K, other=0.0).to(tl.float32) + offset
+            scale = scale_ahead.to(tl.float32) + offset
+            next_column = column + BLOCK_K
+            scale_ahead = tl.load(norm_weight + next_column, mask=next_column < K, other=0.0)
             wide = values.to(tl.float32)
             if NORM == 2:
-                wide = wide * rstd[:, None]
+                wide = wide * rstd[None, :, None]
             else:
-                squares += _in_eights(wide, wide, BLOCK_T, BLOCK_K)
-            values = (wide * scale[None, :]).to(x.dtype.element_ty)
+                squares += tl.sum(tl.reshape(wide * wide, (WARPS, BLOCK_T, SHARE // 8, 8)), 3)
+            values = (wide * scale).to(x.dtype.element_ty)
         if FLOAT32_DOT:
             w, values = w.to(tl.float32), values.to(tl.float32)
-        sums = tl.dot(w, values.T, sums)
-    return sums, tl.sum(squares, 1)
+        sums = tl.dot(w, tl.permute(values, (0, 2, 1)), sums)
+    return tl.sum(sums, 0), tl.sum(tl.sum(squares, 2), 0)
