@@ -53,7 +53,7 @@ class KVWorker:
         self._news = threading.Condition()  # guards the names below
         self._job: _Job | None = None  # the newest wish; an older one is forgotten
         self._doing: _Job | None = None
-        self._committed = pool.committed_blocks
+        self._committed, self._physical = pool.committed_blocks, pool.physical_bytes
         self._refusal: str | None = None
         self._owes_memory = False  # the driver failed to free what is behind the last block
         self._wants_spare = False
@@ -83,7 +83,9 @@ class KVWorker:
     @property
     def physical_bytes(self) -> int:
         """Bytes that are really held, memory made for the next growth included."""
-        return self.pool.physical_bytes + (self._spare.spare_bytes if self._spare is not None else 0)
+        with self._news:
+            held = self._physical  # not the pool's own count, which changes while it is added up
+        return held + (self._spare.spare_bytes if self._spare is not None else 0)
 
     def take_refusal(self) -> str | None:
         """Why a growth since the last call ended below its goal; None if none did."""
@@ -117,9 +119,11 @@ class KVWorker:
     def paused(self) -> Iterator[KVPool]:
         """Nothing changes inside: for graph capture, sleep, checks. Waits for what is being done."""
         with self._using:
-            yield self.pool
-            with self._news:
-                self._committed = self.pool.committed_blocks
+            try:
+                yield self.pool
+            finally:
+                with self._news:
+                    self._note_size()
 
     def wait(self) -> None:
         """Return when all that was asked is done. For start and end, not for steps."""
@@ -192,12 +196,15 @@ class KVWorker:
             except VmmError as error:  # the driver failed; all layers still have what they had
                 refusal = str(error)
             with self._news:
-                self._committed = self.pool.committed_blocks
+                self._note_size()
                 self._refusal = refusal or self._refusal
                 self._doing = None
                 if self._job is None and not is_done and self._is_threaded:
                     self._job = job  # the next step of it
                 self._news.notify_all()
+
+    def _note_size(self) -> None:
+        self._committed, self._physical = self.pool.committed_blocks, self.pool.physical_bytes
 
     def _shrink(self, blocks: int) -> None:
         with self._news:
