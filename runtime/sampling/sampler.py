@@ -30,6 +30,12 @@ GREEDY_BELOW = 1e-5
 BLOCK = 256  # tokens; the cumulative sum runs over V / BLOCK block sums, then inside one block
 CHUNK_ROWS = 64  # bounds the float32 copies to a few times 64 * vocabulary * 4 bytes
 NUCLEUS_TRIES = (64, 1024)  # most nuclei are small: look at so many best tokens before sorting more
+NONE_ALLOWED = "logit_bias and min_tokens forbid every token; allow at least one"
+
+
+def bad_logits(position: int) -> str:
+    """The error of a request whose row of logits cannot be used."""
+    return f"the model gave NaN or infinite logits for generated token {position}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,7 @@ class Sampler:
         for index, row in enumerate(rows):
             if not usable[index]:
                 tokens[index] = None
-                batch.errors[row.request_id] = (
-                    f"the model gave NaN or infinite logits for generated token {row.position}"
-                )
+                batch.errors[row.request_id] = bad_logits(row.position)
             elif row.params.temperature >= GREEDY_BELOW or not self._adjuster(row).is_idle(row.position):
                 others.append(index)
         for at in range(0, len(others), CHUNK_ROWS):
@@ -98,9 +102,7 @@ class Sampler:
             for index, token in zip(chunk, self._sample_chunk(logits_RV, rows, chunk), strict=True):
                 tokens[index] = token
                 if token is None:
-                    batch.errors[rows[index].request_id] = (
-                        "logit_bias and min_tokens forbid every token; allow at least one"
-                    )
+                    batch.errors[rows[index].request_id] = NONE_ALLOWED
         batch.tokens.update((row.request_id, t) for row, t in zip(rows, tokens, strict=True) if t is not None)
         self._add_logprobs(logits_RV, rows, batch)
         return batch

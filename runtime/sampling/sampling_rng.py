@@ -7,6 +7,11 @@ so batching, preemption and chunking cannot change it.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 
@@ -21,7 +26,21 @@ def mix64(value: int) -> int:
 
 def random_bits(seed: int, position: int) -> int:
     """64 random bits. The seed is mixed first: the streams of seeds 1, 2, 3 do not overlap in practice."""
-    return mix64(mix64(seed + _GAMMA) + (position + 1) * _GAMMA)
+    return mix64(seed_bits(seed) + (position + 1) * _GAMMA)
+
+
+def seed_bits(seed: int) -> int:
+    """What `vector_bits` takes for a seed."""
+    return mix64(seed + _GAMMA)
+
+
+def vector_bits(seeds: NDArray[np.uint64], positions: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
+    """The 53 bits of `uniform` at the top of 64, the others 0, for each pair; seeds as `seed_bits` gives."""
+    value = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)  # modulo 2**64
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    return value >> np.uint64(11) << np.uint64(11)
 
 
 def uniform(seed: int, position: int) -> float:

@@ -1,0 +1,447 @@
+"""Kernels that draw a token of a row of logits: where the filters cut, and which token the number falls on.
+
+What they compute is said in sample.py.  R rows, S splits of a row, E thresholds of a pass.
+"""
+
+from ostinato.ops.launch import jit, tl
+from ostinato.ops.sample_rows import adjusted
+
+# Scratch. A place in `counts` (int32) and `weights` (int64): the row's totals of pass 0 and 1, then each
+# split's. `best` is float32 [2, R, S]: of the adjusted logits, of the model's; `found` int32 [2, R, most].
+
+
+@jit
+def total_at(part, row, R, E: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    return (part * R + row) * E
+
+
+@jit
+def _split_at(part, row, split, R, S, E: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    return 2 * R * E + ((part * R + row) * S + split) * E
+
+
+@jit
+def int_field(rows, R, row, field: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """A 4-byte field: 0 kind, 1 slot, 2 top_k."""
+    return tl.load((rows + 4 * R).to(tl.pointer_type(tl.int32), bitcast=True) + field * R + row)
+
+
+@jit
+def _float_field(rows, R, row, field: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """3 scale, 4 limit."""
+    return tl.load((rows + 4 * R).to(tl.pointer_type(tl.float32), bitcast=True) + field * R + row)
+
+
+@jit
+def _best_of_row(best, row, R, S, S_PAD: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """Best adjusted logit, and whether the row can be drawn from."""
+    split = tl.arange(0, S_PAD)
+    least = float("-inf")
+    top = tl.max(tl.load(best + row * S + split, mask=split < S, other=least), 0)
+    raw = tl.max(tl.load(best + (R + row) * S + split, mask=split < S, other=least), 0)
+    return top, (raw < float("inf")) & (top > least)
+
+
+@jit
+def _row_keys(logits, rows, R, row, top, at, vocab):  # type: ignore[no-untyped-def]  # Triton
+    """Distances from the best logit as integers of the same order."""
+    live = at < vocab
+    values = tl.load(logits + at, mask=live, other=float("-inf")).to(tl.float32)
+    values = adjusted(values, rows, R, row, at, live)
+    keys = tl.maximum((top - values).to(tl.int32, bitcast=True), 0)  # -0.0 is 0
+    return tl.where(live, keys, 0x7FFFFFFF)
+
+
+@jit
+def _weight(keys, scale):  # type: ignore[no-untyped-def]  # Triton
+    keys = tl.minimum(keys, 0x7F800000)  # infinity: no token
+    return (tl.exp2(keys.to(tl.float32, bitcast=True) * scale) * 17592186044416.0).to(tl.int64)
+
+
+@jit
+def _share(fraction, total):  # type: ignore[no-untyped-def]  # Triton
+    """floor(fraction * total / 2**64), both unsigned."""
+    fraction, total = fraction.to(tl.uint64, bitcast=True), total.to(tl.uint64, bitcast=True)
+    return tl.umulhi(fraction, total).to(tl.int64, bitcast=True)
+
+
+@jit
+def _first_edge(limit, edge, E: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """Upper edge of bin `edge` of the first pass: closer together near the best."""
+    part = (edge + 1) * 1.0 / E
+    keys = (limit * (part * part)).to(tl.int32, bitcast=True)
+    return tl.where(edge < 0, -1, keys)
+
+
+@jit
+def _second_edge(low, high, edge, E: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    return low + ((high - low).to(tl.int64) * (edge + 1) // E).to(tl.int32)
+
+
+@jit
+def _pick(vector, edge, index):  # type: ignore[no-untyped-def]  # Triton
+    return tl.sum(tl.where(edge == index, vector, 0), 0)
+
+
+@jit
+def _first_bin(counts, weights, rows, R, row, E: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """The bin of the first pass that holds the cut: index, keys low < . <= high, counts up to both.
+
+    The bin of the top_k cut where top_k cuts anything, else of top_p's, else none: index E.
+    """
+    edge = tl.arange(0, E)
+    count = tl.load(counts + total_at(0, row, R, E) + edge)
+    weight = tl.load(weights + total_at(0, row, R, E) + edge)
+    limit = _float_field(rows, R, row, 4)
+    top_k = int_field(rows, R, row, 2)
+    top_p = tl.load(rows + R + row)
+    all_weight = _pick(weight, edge, E - 1)
+    by_count = (top_k > 0) & (top_k < _pick(count, edge, E - 1))
+    needed = tl.maximum(_share(top_p, all_weight), 1)
+    index = top_k * 0 + E  # not a constant: a branch may replace it
+    if by_count:
+        index = tl.sum((count < top_k).to(tl.int32), 0)
+    else:
+        if top_p != 0:
+            index = tl.sum((weight < needed).to(tl.int32), 0)
+    low = _first_edge(limit, index - 1, E)
+    high = _first_edge(limit, tl.minimum(index, E - 1), E)
+    below = _pick(count, edge, index - 1)
+    inside = tl.maximum(_pick(count, edge, index) - below, 0)
+    return index, low, high, below, _pick(weight, edge, index - 1), inside, by_count, needed, all_weight
+
+
+@jit
+def _cut_bin(  # type: ignore[no-untyped-def]  # Triton
+    counts, weights, rows, R, row, E: tl.constexpr, FEW: tl.constexpr
+):
+    """The bin that holds the cut after both passes, and where each pass's thresholds stand.
+
+    first, second: indices of the bins (second -1: not divided).  `both`: top_k and top_p cut. Then everything
+    better than the bin is searched too, for top_p's cut may be there, and `inside` counts it.
+    """
+    first, low, high, below, weight_below, inside, by_count, needed, all_weight = _first_bin(
+        counts, weights, rows, R, row, E
+    )
+    top_p = tl.load(rows + R + row)
+    second = first * 0 - 1
+    if inside > FEW:
+        edge = tl.arange(0, E)
+        count = below + tl.load(counts + total_at(1, row, R, E) + edge)
+        weight = weight_below + tl.load(weights + total_at(1, row, R, E) + edge)
+        if by_count:
+            second = tl.sum((count < int_field(rows, R, row, 2)).to(tl.int32), 0)
+        else:
+            second = tl.sum((weight < needed).to(tl.int32), 0)
+        if second > 0:
+            below = _pick(count, edge, second - 1)
+            weight_below = _pick(weight, edge, second - 1)
+        inside = _pick(count, edge, second) - below
+        narrow = _second_edge(low, high, second - 1, E)
+        high = _second_edge(low, high, second, E)
+        low = narrow
+    both = by_count & (top_p != 0)
+    if both:
+        inside += below
+    return first, second, low, high, below, weight_below, inside, by_count, both, needed, all_weight
+
+
+@jit
+def _below_of_splits(scratch, first, second, row, split, R, S, E: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """Each split's sum below the bin."""
+    at = scratch + _split_at(0, row, split, R, S, E) + first - 1
+    below = tl.load(at, mask=split < tl.where(first > 0, S, 0), other=0)
+    at = scratch + _split_at(1, row, split, R, S, E) + second - 1
+    return below + tl.load(at, mask=split < tl.where(second > 0, S, 0), other=0)
+
+
+@jit
+def _upto_of_splits(scratch, first, second, row, split, R, S, E: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    """Each split's sum up to the end of the bin."""
+    last = tl.where(second < 0, first, first - 1)
+    at = scratch + _split_at(0, row, split, R, S, E) + last
+    upto = tl.load(at, mask=split < tl.where(last >= 0, S, 0), other=0)
+    at = scratch + _split_at(1, row, split, R, S, E) + second
+    return upto + tl.load(at, mask=split < tl.where(second >= 0, S, 0), other=0)
+
+
+@jit
+def bins_kernel(  # type: ignore[no-untyped-def]  # Triton
+    logits,
+    rows,
+    best,
+    counts,
+    weights,
+    vocab,
+    row_stride,
+    CHUNK: tl.constexpr,
+    S_PAD: tl.constexpr,
+    E: tl.constexpr,
+    FEW: tl.constexpr,
+    SECOND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Number and weight of a split's tokens up to each threshold (of those inside the first pass's bin)."""
+    split, row = tl.program_id(0), tl.program_id(1)
+    S, R = tl.num_programs(0), tl.num_programs(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if int_field(rows, R, row, 0) != 2:
+        return
+    top, usable = _best_of_row(best, row, R, S, S_PAD)
+    if not usable:
+        return
+    limit = _float_field(rows, R, row, 4)
+    low, high = -1, limit.to(tl.int32, bitcast=True)
+    if SECOND:
+        _, low, high, _, _, inside, _, _, _ = _first_bin(counts, weights, rows, R, row, E)
+        if inside <= FEW:
+            return
+    at = split * CHUNK + tl.arange(0, CHUNK)
+    keys = _row_keys(logits + row.to(tl.int64) * row_stride, rows, R, row, top, at, vocab)
+    if SECOND:
+        keys = tl.where(keys > low, keys, 0x7FFFFFFF)
+    edge = tl.arange(0, E)
+    count = tl.zeros([E], tl.int32)
+    weight = tl.zeros([E], tl.int64)
+    part: tl.constexpr = 1 if SECOND else 0
+    nearest = tl.min(keys, 0)
+    if nearest <= high:
+        values = _weight(keys, _float_field(rows, R, row, 3))
+        for index in range(0, E):  # not unrolled: the code would not fit the instruction cache
+            threshold = _second_edge(low, high, index, E) if SECOND else _first_edge(limit, index, E)
+            if nearest <= threshold:
+                inside_V = keys <= threshold
+                count = tl.where(edge == index, tl.sum(inside_V.to(tl.int32), 0), count)
+                weight = tl.where(edge == index, tl.sum(tl.where(inside_V, values, 0), 0), weight)
+        tl.atomic_add(counts + total_at(part, row, R, E) + edge, count, sem="relaxed")
+        tl.atomic_add(weights + total_at(part, row, R, E) + edge, weight, sem="relaxed")
+    tl.store(counts + _split_at(part, row, split, R, S, E) + edge, count)
+    tl.store(weights + _split_at(part, row, split, R, S, E) + edge, weight)
+
+
+@jit
+def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
+    logits,
+    rows,
+    best,
+    counts,
+    weights,
+    found,
+    vocab,
+    row_stride,
+    CHUNK: tl.constexpr,
+    S_PAD: tl.constexpr,
+    E: tl.constexpr,
+    FEW: tl.constexpr,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Keys and ids of the tokens in the bin, one row's in the order of ids."""
+    split, row = tl.program_id(0), tl.program_id(1)
+    S, R = tl.num_programs(0), tl.num_programs(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if int_field(rows, R, row, 0) != 2:
+        return
+    top, usable = _best_of_row(best, row, R, S, S_PAD)
+    if not usable:
+        return
+    first, second, low, high, _, _, inside, _, both, _, _ = _cut_bin(counts, weights, rows, R, row, E, FEW)
+    if (inside == 0) | (inside > MOST):
+        return
+    splits = tl.arange(0, S_PAD)
+    numbers = _upto_of_splits(counts, first, second, row, splits, R, S, E)
+    if both:
+        low = -1
+    else:
+        numbers -= _below_of_splits(counts, first, second, row, splits, R, S, E)
+    if _pick(numbers, splits, split) == 0:
+        return
+    before = tl.sum(tl.where(splits < split, numbers, 0), 0)
+    at = split * CHUNK + tl.arange(0, CHUNK)
+    keys = _row_keys(logits + row.to(tl.int64) * row_stride, rows, R, row, top, at, vocab)
+    taken = (keys > low) & (keys <= high)
+    place = before + tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(found + row * MOST + place, keys, mask=taken)
+    tl.store(found + (R + row) * MOST + place, at, mask=taken)
+
+
+@jit
+def _source(  # type: ignore[no-untyped-def]  # Triton
+    logits, found, rows, R, row, top, at, length, in_row, MOST: tl.constexpr
+):
+    """Keys and ids of what is searched: the collected tokens, or the whole row."""
+    if in_row:
+        keys = _row_keys(logits, rows, R, row, top, at, length)
+        ids = at
+    else:
+        keys = tl.load(found + row * MOST + at, mask=at < length, other=0x7FFFFFFF)
+        ids = tl.load(found + (R + row) * MOST + at, mask=at < length, other=0x7FFFFFFF)
+    return keys, ids
+
+
+@jit
+def _search(  # type: ignore[no-untyped-def]  # Triton
+    logits,
+    found,
+    rows,
+    R,
+    row,
+    top,
+    scale,
+    length,
+    in_row,
+    low,
+    high,
+    before,
+    weight_before,
+    base,
+    weight_base,
+    goal,
+    BY_COUNT: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The smallest key of a token up to which number or weight reach `goal`; number and weight before it.
+
+    Bisection of the keys low < key <= high, where both ends jump to keys that occur. `before`: of the keys up
+    to low; `base`: of the tokens that are not among those searched.
+    """
+    while low + 1 < high:
+        middle = low + (high - low) // 2
+        count = tl.zeros([BLOCK], tl.int32)
+        weight = tl.zeros([BLOCK], tl.int64)
+        largest = tl.full([BLOCK], -1, tl.int32)
+        smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+        for start in range(0, length, BLOCK):
+            keys, _ = _source(
+                logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, MOST
+            )
+            upto = keys <= middle
+            count += upto.to(tl.int32)
+            weight += tl.where(upto, _weight(keys, scale), 0)
+            largest = tl.maximum(largest, tl.where(upto, keys, -1))
+            smallest = tl.minimum(smallest, tl.where(upto, 0x7FFFFFFF, keys))
+        number = base + tl.sum(count, 0)
+        sum_of = weight_base + tl.sum(weight, 0)
+        reached = number >= goal if BY_COUNT else sum_of >= goal
+        if reached:
+            high = tl.max(largest, 0)
+        else:
+            low = tl.min(smallest, 0) - 1
+            before = number
+            weight_before = sum_of
+    return high, before, weight_before
+
+
+@jit
+def draw(  # type: ignore[no-untyped-def]  # Triton
+    logits,
+    rows,
+    counts,
+    weights,
+    found,
+    top,
+    vocab,
+    R,
+    S,
+    row,
+    CHUNK: tl.constexpr,
+    S_PAD: tl.constexpr,
+    E: tl.constexpr,
+    FEW: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The token of a random row."""
+    scale = _float_field(rows, R, row, 3)
+    top_k = int_field(rows, R, row, 2)
+    top_p = tl.load(rows + R + row)
+    bits = tl.load(rows + row)
+    first, second, low, high, below, weight_below, inside, by_count, both, needed, total = _cut_bin(
+        counts, weights, rows, R, row, E, FEW
+    )
+    in_row = inside > MOST
+    length = tl.where(in_row, vocab, inside)
+    base = tl.where(both | in_row, 0, below)
+    weight_base = tl.where(both | in_row, 0, weight_below)
+    # keys before `cut` are kept, and of those equal to it the ones up to id `last`
+    cut = high
+    last = 0x7FFFFFFF
+    if inside > 0:
+        ties = 0
+        if by_count:
+            cut, before, weight_before = _search(
+                logits, found, rows, R, row, top, scale, length, in_row, low, high, below, weight_below,
+                base, weight_base, top_k, True, MOST, BLOCK,
+            )  # fmt: skip
+            ties = top_k - before
+            total = weight_before + ties * _weight(cut, scale)
+            needed = tl.maximum(_share(top_p, total), 1)
+        if both | (not by_count):
+            if by_count:
+                low = -1
+                below = 0
+                weight_below = weight_below * 0
+            cut, before, weight_before = _search(
+                logits, found, rows, R, row, top, scale, length, in_row, low, cut, below, weight_below,
+                base, weight_base, needed, False, MOST, BLOCK,
+            )  # fmt: skip
+            value = _weight(cut, scale)
+            wanted = (needed - weight_before + value - 1) // tl.maximum(value, 1)
+            ties = wanted.to(tl.int32)
+            total = weight_before + wanted * value
+        seen = 0
+        last = -1
+        for start in range(0, length, BLOCK):
+            keys, ids = _source(
+                logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, MOST
+            )
+            equal = keys == cut
+            rank = seen + tl.cumsum(equal.to(tl.int32), 0)
+            last = tl.maximum(last, tl.max(tl.where(equal & (rank <= ties), ids, -1), 0))
+            seen += tl.sum(equal.to(tl.int32), 0)
+    target = _share(bits, total)
+    # the split (as many tokens as CHUNK) in which the cumulative weight passes the target
+    chosen = 0
+    rest = target
+    if in_row:
+        passed = target * 0
+        for split in range(0, S):
+            keys = _row_keys(logits, rows, R, row, top, split * CHUNK + tl.arange(0, CHUNK), vocab)
+            ids = split * CHUNK + tl.arange(0, CHUNK)
+            kept = (keys < cut) | ((keys == cut) & (ids <= last))
+            passed += tl.sum(tl.where(kept, _weight(keys, scale), 0), 0)
+            if passed <= target:
+                chosen = split + 1
+                rest = target - passed
+    else:
+        splits = tl.arange(0, S_PAD)
+        outside = _below_of_splits(weights, first, second, row, splits, R, S, E)
+        outside = tl.cumsum(tl.where(both, 0, outside), 0)
+        least = 0  # the split lies in least <= . <= most
+        most = S - 1
+        while least < most:
+            middle = (least + most) // 2
+            passed = _pick(outside, splits, middle)
+            for start in range(0, length, BLOCK):
+                keys, ids = _source(
+                    logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, MOST
+                )
+                kept = (keys < cut) | ((keys == cut) & (ids <= last))
+                kept = kept & (ids < (middle + 1) * CHUNK)
+                passed += tl.sum(tl.where(kept, _weight(keys, scale), 0), 0)
+            if passed > target:
+                most = middle
+            else:
+                least = middle + 1
+                rest = target - passed
+        chosen = least
+    at = chosen * CHUNK + tl.arange(0, CHUNK)
+    keys = _row_keys(logits, rows, R, row, top, at, vocab)
+    kept = (keys < cut) | ((keys == cut) & (at <= last))
+    sums = tl.cumsum(tl.where(kept, _weight(keys, scale), 0), 0)
+    return tl.min(tl.where(sums > rest, at, 0x7FFFFFFF), 0)

@@ -1,0 +1,85 @@
+"""Rows for the sampling op, and what a token must be by the definition in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.runtime.messages import SamplingParams
+from ostinato.runtime.sampling.device_sampler import DeviceSampler, StagedRow
+from ostinato.runtime.sampling.sampling_rng import uniform
+
+FILTERS: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"top_k": 5},
+    {"temperature": 1.5, "top_k": 20, "top_p": 0.8},
+    {"min_p": 0.05},
+    {"temperature": 2.0, "min_p": 0.02, "top_p": 0.95, "top_k": 30},
+    {"top_p": 0.3},
+    {"top_p": 0.999},
+    {"top_k": 1},
+)
+
+
+class Staged:
+    """Requests r0, r1, ... of one sampler, one row each, and the outputs of the op."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        params: Sequence[SamplingParams | None],
+        *,
+        eos: frozenset[int] = frozenset(),
+        position: int = 0,
+        prompt: Sequence[int] = (),
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """None: a row that samples nothing. Request i has seed `seed` + i."""
+        self.sampler = DeviceSampler(vocab_size, eos, len(params), torch.device(device))
+        rows = [
+            StagedRow(at, self.sampler.open(f"r{at}", p, seed + at, prompt), position)
+            for at, p in enumerate(params)
+            if p is not None
+        ]
+        words = np.full(self.sampler.staged_words(len(params)), -1, np.int64)
+        self.sampler.stage(words, rows)
+        self.rows = torch.from_numpy(words).to(device)
+        self.tokens = torch.full((len(params),), -7, device=device)
+        self.status = torch.full((len(params),), -7, dtype=torch.int32, device=device)
+        self.last_tokens = torch.full((len(params),), -7, device=device)
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.last_tokens, self.tokens, self.status
+
+
+def settings(**sampling: object) -> SamplingParams:
+    return SamplingParams.model_validate(sampling)
+
+
+def assert_drawn_right(
+    logits_V: Tensor, params: SamplingParams, seed: int, position: int, token: int
+) -> None:
+    """The number of (seed, position) is in the token's share of the float64 distribution, up to 2**-18."""
+    slack = 2.0**-18
+    probs = torch.softmax((logits_V.double() - logits_V.double().max()) / params.temperature, 0)
+    values, order = probs.sort(descending=True, stable=True)
+    count = int((values >= params.min_p * values[0]).sum())
+    if params.top_k > 0:
+        count = min(count, params.top_k)
+    sums = values[:count].cumsum(0)
+    if params.top_p < 1:
+        count = int((sums < params.top_p * sums[-1]).sum()) + 1
+    kept = torch.zeros_like(probs)
+    kept[order[:count]] = values[:count]
+    ends = kept.cumsum(0) / kept.sum()
+    number = uniform(seed, position)
+    assert kept[token] > 0, f"token {token} is filtered out"
+    low = ends[token - 1].item() if token else 0.0
+    assert low - slack <= number < ends[token].item() + slack, (number, low, ends[token].item())
