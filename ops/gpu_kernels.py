@@ -262,8 +262,13 @@ class _Launcher:
         module = _done(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
         self._module, self._cubin = module, cubin
         self._function = _done(driver.cuModuleGetFunction(module, binary.symbol.encode()), "getFunction")
+        attributes = driver.CUfunction_attribute
+        # One split of L1 and shared memory for all kernels: to change it a multiprocessor must run empty, and
+        # the next kernel of a step could not begin before the last one has ended.
+        carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _done(driver.cuFuncSetAttribute(self._function, carveout, 100), "cuFuncSetAttribute")
         if binary.shared > _SHARED_WITHOUT_ASKING:
-            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _done(driver.cuFuncSetAttribute(self._function, most, binary.shared), "cuFuncSetAttribute")
         self._values = ctypes.create_string_buffer(_SLOT * len(binary.params))
         at = ctypes.addressof(self._values)
