@@ -17,6 +17,8 @@ OPS = [
     "rope_kv_write",
     "paged_decode",
     "paged_prefill",
+    "skinny_linear",
+    "skinny_gated",
 ]
 
 

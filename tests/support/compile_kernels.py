@@ -21,17 +21,21 @@ from ostinato.ops import (
     rope_kv_write,
     rope_table,
     silu_mul,
+    skinny_gated,
+    skinny_linear,
 )
 from ostinato.ops.launch import triton_function
 
 INDEX = {"slots": "*i64", "block_tables": "*i32", "seq_lens": "*i32", "query_start": "*i32"}
-INDEX |= {"sums": "*fp32", "arrivals": "*i32", "positions": "*i64", "inv_freq": "*fp32"}
+INDEX |= {"parts": "*fp32", "sums": "*fp32", "arrivals": "*i32", "positions": "*i64", "inv_freq": "*fp32"}
 SCALARS = dict.fromkeys(("eps", "offset", "scale", "scaling", "softcap"), "fp32")
 TENSORS = {"gate", "up", "x", "residual", "weight", "normed", "total", "q", "k", "v", "cos", "sin"}
-TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "sinks", "out"}
+TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "sinks", "bias", "norm_weight", "out"}
 HEADS = {"D": 96, "E": 64, "B": 16}
 ATTENTION = HEADS | {"H": 6, "GROUP": 3, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "BLOCK_N": 64}
 ATTENTION |= {"BLOCK_D": 128, "BLOCK_E": 64, "FLOAT32_DOT": False, "IS_GPU": True}
+SKINNY = {"K": 576, "BLOCK_R": 16, "BLOCK_K": 256, "WARPS": 4, "PREFETCH": 512, "NORM": 1, "PDL": True}
+SKINNY |= {"FLOAT32_DOT": False}
 CONSTANTS: dict[ModuleType, dict[str, Any]] = {
     silu_mul: {"BLOCK": 1024, "PDL": True},
     gelu_tanh_mul: {"BLOCK": 1024, "PDL": True},
@@ -44,6 +48,8 @@ CONSTANTS: dict[ModuleType, dict[str, Any]] = {
     | {"TOKENS": 2, "HEADS": 4, "HALF": 32, "REST": 32, "BLOCK_E": 64, "PDL": True},
     paged_decode: ATTENTION | {"BLOCK_M": 16, "BLOCK_H": 4, "PDL": True},
     paged_prefill: ATTENTION | {"QUERIES": 42, "BLOCK_M": 128, "SEQS": 256},
+    skinny_linear: SKINNY | {"BLOCK_T": 8, "SPLIT": 2, "BIAS": True, "RESIDUAL": True},
+    skinny_gated: SKINNY | {"BLOCK_T": 0, "SILU": False},
 }
 
 
