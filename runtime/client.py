@@ -36,5 +36,11 @@ class EngineClient(Protocol):
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel; unknown ids are ignored."""
 
+    async def set_kv_target(self, target_bytes: int | None) -> None:
+        """Have at most so many bytes of KV memory, as soon as requests let go; None: what the settings allow.
+
+        Raises EngineDead.
+        """
+
     async def close(self) -> None:
         """Abort what still runs, stop the engine, free its memory. Safe to call twice."""

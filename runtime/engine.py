@@ -28,7 +28,8 @@ from ostinato.runtime.messages import (
     Abort,
     EngineInfo,
     EngineStats,
-    GenerateRequest,
+    KVTarget,
+    Order,
     Refused,
     TokenEvent,
     TokenLogprob,
@@ -172,10 +173,6 @@ class Engine:
             self.inbox.wait(WAIT_FOR_MEMORY_S)
         return [*refusals, Events(events=tuple(events))] if events else [*refusals]
 
-    def set_kv_target(self, target_bytes: int | None) -> None:
-        """Have at most so many bytes of KV memory from the next step on; None: what the settings allow."""
-        self._sizer.set_target(target_bytes)
-
     def stats(self) -> EngineStats:
         """A snapshot of the books."""
         self._stats_at = self._clock()
@@ -205,11 +202,14 @@ class Engine:
         )
         self._sizer.check()
 
-    def _admit(self, mail: Sequence[GenerateRequest | Abort]) -> tuple[list[Message], list[TokenEvent]]:
+    def _admit(self, mail: Sequence[Order]) -> tuple[list[Message], list[TokenEvent]]:
         """Queue requests and cancel others, in the order in which they came."""
         refusals: list[Message] = []
         events: list[TokenEvent] = []
         for message in mail:
+            if isinstance(message, KVTarget):
+                self._sizer.set_target(message.target_bytes)
+                continue
             if isinstance(message, Abort):
                 for name in message.request_ids:
                     if self._scheduler.abort(name):

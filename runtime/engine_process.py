@@ -15,7 +15,7 @@ from ostinato import errors
 from ostinato.errors import EngineDead
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.frames import FrameReader, Message, Start, encode
-from ostinato.runtime.messages import Abort, EngineInfo, Fatal, GenerateRequest
+from ostinato.runtime.messages import EngineInfo, Fatal, Order
 from ostinato.runtime.openmp_spin import shorten_spin
 from ostinato.runtime.request_streams import StreamingClient
 
@@ -84,7 +84,7 @@ class EngineProcess(StreamingClient):
         if self._reading is not None:
             await self._reading
 
-    def _post(self, message: GenerateRequest | Abort) -> None:
+    def _post(self, message: Order) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
 

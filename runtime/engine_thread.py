@@ -15,7 +15,7 @@ from ostinato.runtime.cpu_threads import bound_threads, plan_threads
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.frames import Message
 from ostinato.runtime.inbox import Inbox
-from ostinato.runtime.messages import Abort, EngineInfo, GenerateRequest
+from ostinato.runtime.messages import EngineInfo, Order
 from ostinato.runtime.request_streams import StreamingClient
 from ostinato.runtime.runner import Model
 
@@ -64,7 +64,7 @@ class EngineThread(StreamingClient):
             await self._ended.wait()
             self._thread.join()
 
-    def _post(self, message: GenerateRequest | Abort) -> None:
+    def _post(self, message: Order) -> None:
         self._inbox.put(message)
 
     def _run(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[EngineInfo]) -> None:

@@ -23,7 +23,7 @@ from ostinato import log as logs
 from ostinato.errors import EngineDead, EngineError
 from ostinato.runtime.file_hash import hashes_ahead
 from ostinato.runtime.frames import FrameReader, FrameWriter, Message, Start
-from ostinato.runtime.messages import Abort, Fatal, GenerateRequest
+from ostinato.runtime.messages import Fatal, Order
 
 if TYPE_CHECKING:
     from ostinato.runtime.config import EngineConfig
@@ -99,9 +99,7 @@ class _SocketOutlet:
         self._writer.flush()
 
 
-def _first_message(
-    sock: socket.socket, reader: FrameReader
-) -> tuple[Start | None, list[GenerateRequest | Abort]]:
+def _first_message(sock: socket.socket, reader: FrameReader) -> tuple[Start | None, list[Order]]:
     """The start message, and what came behind it already. None: the parent hung up without one."""
     messages: list[Message] = []
     while not messages:
@@ -131,11 +129,11 @@ def _listen(
     os._exit(1)  # this thread is a daemon: getting here means that the engine did not end
 
 
-def _requests(messages: Sequence[Message]) -> list[GenerateRequest | Abort]:
-    wrong = next((m for m in messages if not isinstance(m, GenerateRequest | Abort)), None)
+def _requests(messages: Sequence[Message]) -> list[Order]:
+    wrong = next((m for m in messages if not isinstance(m, Order)), None)
     if wrong is not None:
         raise EngineDead(f"unexpected {type(wrong).__name__} from the parent")
-    return [m for m in messages if isinstance(m, GenerateRequest | Abort)]
+    return [m for m in messages if isinstance(m, Order)]
 
 
 def _say_farewell(writer: FrameWriter, wrong: Exception) -> None:

@@ -22,6 +22,7 @@ from ostinato.runtime.messages import (
     EngineStats,
     Fatal,
     GenerateRequest,
+    KVTarget,
     Refused,
     TokenEvent,
 )
@@ -44,7 +45,7 @@ class Events(Section):
     events: tuple[TokenEvent, ...]
 
 
-Message = Start | GenerateRequest | Abort | EngineInfo | EngineStats | Events | Refused | Fatal
+Message = Start | GenerateRequest | Abort | EngineInfo | EngineStats | Events | Refused | Fatal | KVTarget
 KINDS: tuple[type[Message], ...] = (
     Start,
     GenerateRequest,
@@ -54,6 +55,7 @@ KINDS: tuple[type[Message], ...] = (
     Events,
     Refused,
     Fatal,
+    KVTarget,
 )
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from ostinato.runtime.messages import Abort, GenerateRequest
+from ostinato.runtime.messages import Order
 
 
 class Inbox:
     """Keeps the order of arrival. `put`, `wake` and `close` are for any thread, the rest for the engine's."""
 
     def __init__(self) -> None:
-        self._mail: deque[GenerateRequest | Abort] = deque()
+        self._mail: deque[Order] = deque()
         self._news = threading.Event()
         self._is_closed = False
 
-    def put(self, *messages: GenerateRequest | Abort) -> None:
+    def put(self, *messages: Order) -> None:
         """Deliver and wake the engine. After `close` messages are dropped."""
         if not self._is_closed:
             self._mail.extend(messages)
@@ -36,7 +36,7 @@ class Inbox:
         """Whether the engine is to stop."""
         return self._is_closed
 
-    def drain(self) -> list[GenerateRequest | Abort]:
+    def drain(self) -> list[Order]:
         """Everything that has come since the last call."""
         self._news.clear()  # before looking: what comes in between is either taken now or sets it again
         taken = []

@@ -104,17 +104,15 @@ class KVSizer:
         return self._asleep
 
     def set_target(self, target_bytes: int | None) -> None:
-        """Have at most so many bytes of KV memory (None: no such end), now and later.
+        """Have at most so many bytes of KV memory, but one block; None: no such end. Now and later.
 
         Blocks in use stay until they come free; requests wait or are preempted meanwhile.
         """
-        if target_bytes is not None and target_bytes < self._memory.pool.block_bytes:
-            raise ValueError(
-                f"target_bytes={target_bytes}: must be at least one block, {self._memory.pool.block_bytes}"
-            )
+        if target_bytes is not None and target_bytes < 0:
+            raise ValueError(f"target_bytes={target_bytes}: must not be negative")
         blocks = self._blocks.capacity
         if target_bytes is not None:
-            blocks = min(blocks, target_bytes // self._memory.pool.block_bytes)
+            blocks = max(1, min(blocks, target_bytes // self._memory.pool.block_bytes))
         self._target, self._cut_to = blocks, None
         self._retry_at = 0.0
 

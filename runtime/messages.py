@@ -118,6 +118,15 @@ class Abort(Section):
     request_ids: tuple[str, ...]
 
 
+class KVTarget(Section):
+    """Have at most so many bytes of KV memory from now on; None: what the settings allow."""
+
+    target_bytes: int | None = Field(None, ge=0)
+
+
+Order = GenerateRequest | Abort | KVTarget  # all that a front end says to a running engine
+
+
 class Fatal(Section):
     """The engine cannot go on; `error` says why. Sent as the last message."""
 

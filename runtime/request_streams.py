@@ -16,6 +16,8 @@ from ostinato.runtime.messages import (
     EngineStats,
     Fatal,
     GenerateRequest,
+    KVTarget,
+    Order,
     Refused,
     TokenEvent,
 )
@@ -38,7 +40,7 @@ class StreamingClient(ABC):
         self._progress_at = clock()
 
     @abstractmethod
-    def _post(self, message: GenerateRequest | Abort) -> None:
+    def _post(self, message: Order) -> None:
         """Send to the engine; must not block and must not raise when the engine has just died."""
 
     @property
@@ -97,6 +99,12 @@ class StreamingClient(ABC):
         known = tuple(name for name in request_ids if name in self._queues)
         if known and self._dead is None:
             self._post(Abort(request_ids=known))
+
+    async def set_kv_target(self, target_bytes: int | None) -> None:
+        """Have at most so many bytes of KV memory; None: what the settings allow. Raises EngineDead."""
+        if self._dead is not None:
+            raise EngineDead(str(self._dead))
+        self._post(KVTarget(target_bytes=target_bytes))
 
     def _deliver(self, messages: Iterable[Message]) -> None:
         """Hand news from the engine to their readers. Runs in the loop's thread."""

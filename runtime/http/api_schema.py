@@ -289,6 +289,12 @@ class DetokenizeRequest(Wire):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
+class KVTargetRequest(Wire):
+    """POST /admin/kv."""
+
+    target_bytes: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = None
+
+
 def _unsupported(name: str) -> str:
     accepted = ["null", *(repr(value) for value in UNSUPPORTED[name])]
     return f"is not supported; leave it out or give {' or '.join(accepted)}"

@@ -18,6 +18,7 @@ from aiohttp import web
 from ostinato.errors import EngineDead
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, ServerConfig
+from ostinato.runtime.http.admin_handlers import kv_target
 from ostinato.runtime.http.api_errors import (
     BadKey,
     BodyTooLarge,
@@ -83,6 +84,7 @@ def make_app(
             web.get("/v1/models/{name:.+}", model),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
+            web.post("/admin/kv", kv_target),
             web.get("/health", health),
             web.get("/metrics", metrics),
             web.get("/config", show_config),

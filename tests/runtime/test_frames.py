@@ -16,6 +16,7 @@ from ostinato.runtime.messages import (
     EngineStats,
     Fatal,
     GenerateRequest,
+    KVTarget,
     Refused,
     SamplingParams,
     TokenEvent,
@@ -55,6 +56,7 @@ MESSAGES = [
     Events(events=(EVENT, TokenEvent(request_id="b", finish_reason="error", error="NaN"))),
     Refused(request_id="c", error="ContextTooLong", message="too long", param="prompt"),
     Fatal(error="gone", kind="ModelError"),
+    KVTarget(target_bytes=1 << 40),
 ]
 
 

@@ -12,6 +12,7 @@ from ostinato.runtime.kv_sizer import KVSizer
 from ostinato.runtime.memory.kv_pool import KVPool
 from ostinato.runtime.memory.kv_worker import KVWorker
 from ostinato.runtime.memory.vmm import MemoryRegistered, VmmOutOfMemory
+from ostinato.runtime.messages import KVTarget
 from ostinato.runtime.scheduling.block_pool import BlockPool
 from tests.support.engine_runs import BLOCK_BYTES, finish, generate, greedy, prompt_of, tokens_of, toy_engine
 from tests.support.faulty_driver import FaultyDriver, ModelVmm
@@ -87,14 +88,14 @@ def test_a_target_ends_growth_and_takes_back_what_is_above_it():
     assert sized.turns(5, wanted=5) == 10
     sized.sizer.set_target(None)
     assert sized.turns(5, wanted=5) > 10
-    with pytest.raises(ValueError, match=r"target_bytes=511: must be at least one block, 512"):
-        sized.sizer.set_target(511)
+    with pytest.raises(ValueError, match=r"target_bytes=-1: must not be negative"):
+        sized.sizer.set_target(-1)
 
 
 def test_a_target_below_what_is_in_use_is_reached_as_blocks_come_free():
     sized = Sized()
     held = sized.blocks.allocate(8)
-    sized.sizer.set_target(512)
+    sized.sizer.set_target(0)  # one block stays
     assert sized.turns(2) == 8
     sized.blocks.free(held[:4])
     assert sized.turns(2) == 4
@@ -187,11 +188,10 @@ def test_targets_that_change_all_the_time_change_no_answer():
         news = engine.step()
         while engine.has_work:
             if choose.random() < 0.4:
-                engine.set_kv_target(BLOCK_BYTES * choose.randrange(8, 60))
+                engine.inbox.put(KVTarget(target_bytes=BLOCK_BYTES * choose.randrange(8, 60)))
             news += engine.step()
             engine.check()
             sizes.add(engine.stats().blocks_committed)
-        engine.set_kv_target(None)
         for request in requests:
             truth = TOY.greedy(request.prompt_token_ids, request.sampling.max_tokens)
             assert tokens_of(news, request.request_id) == truth
@@ -205,7 +205,9 @@ def test_cached_prefixes_survive_a_move():
         engine.inbox.put(*(greedy(f"r{i}", prompt_of(300, i + 1), 2) for i in range(8)))
         finish(engine)
         generate(engine, greedy("first", prompt, 4))
-        engine.set_kv_target(20 * BLOCK_BYTES)  # the last used of the cached ones find room
+        engine.inbox.put(
+            KVTarget(target_bytes=20 * BLOCK_BYTES)
+        )  # the last used of the cached ones find room
         engine.step()
         assert engine.stats().blocks_committed == 20
         hits = engine.stats().prefix_hits

@@ -36,6 +36,7 @@ class FakeEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)  # request id -> "abort it"
     aborted: list[str] = field(default_factory=list)
+    kv_targets: list[int | None] = field(default_factory=list)
     started: bool = False
     closed: bool = False
 
@@ -54,6 +55,11 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+    async def set_kv_target(self, target_bytes: int | None) -> None:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        self.kv_targets.append(target_bytes)
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
