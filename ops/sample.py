@@ -212,9 +212,9 @@ def _finish_kernel(  # type: ignore[no-untyped-def]  # Triton
         if answer != 0:
             at = answer.to(tl.pointer_type(tl.int32)) + token
             tl.store(at, tl.load(at) + 2)
-    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(tokens + row, token)
     tl.store(status + row, state)
-    tl.store(last_tokens + int_field(rows, R, row, 1), token.to(tl.int64))
+    tl.store(last_tokens + int_field(rows, R, row, 1), token)
 
 
 def _check(
@@ -289,7 +289,7 @@ def launch(
     block = min(config.chunk, 128 * config.num_warps)  # where a program loops
     tiles = {"CHUNK": config.chunk, "E": edges, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl}
     bins = tiles | {"S_PAD": ceil_to_power_of_2(splits), "FEW": config.few}
-    ends = bins | {"MOST": most, "BLOCK": block}
+    ends = bins | {"MOST": most, "BLOCK": min(config.chunk, 1024)}
     sizes = vocab_size, stride
     with on_device(logits_RV):
         _best_kernel[grid](logits_RV, rows, best, best_id, counts, weights, *sizes, BLOCK=block, **tiles)

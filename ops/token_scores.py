@@ -37,7 +37,7 @@ def token_scores_reference(
     return answer
 
 
-@jit
+@jit(do_not_specialize=["most"])
 def _kernel(  # type: ignore[no-untyped-def]  # Triton
     logits,
     sampled,
@@ -80,7 +80,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
         keys = tl.where(keys == best, lowest, keys)
 
 
-@jit
+@jit(do_not_specialize=["most"])
 def _combine(  # type: ignore[no-untyped-def]  # Triton
     logits,
     sampled,
@@ -93,7 +93,7 @@ def _combine(  # type: ignore[no-untyped-def]  # Triton
     most,
     S,
     S_PAD: tl.constexpr,
-    M_PAD: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """Of one question: the answer from all splits."""
     question, n = tl.program_id(0), tl.num_programs(0)
@@ -117,8 +117,8 @@ def _combine(  # type: ignore[no-untyped-def]  # Triton
     tl.store(out, rank)
     tl.store(out + 1, (chosen - total).to(tl.int32, bitcast=True))
     if wanted > 0:
-        index = tl.arange(0, S_PAD * M_PAD)
-        from_split, from_rank = index // M_PAD, index % M_PAD
+        index = tl.arange(0, S_PAD * MOST)
+        from_split, from_rank = index // MOST, index % MOST
         lowest = -9223372036854775807
         keys = tl.load(
             likeliest + (question.to(tl.int64) * S + from_split) * most + from_rank,
@@ -185,8 +185,8 @@ def _launch(logits_RV: Tensor, sampled_R: Tensor, asked: Tensor, vocab_size: int
             most,
             splits,
             S_PAD=ceil_to_power_of_2(splits),
-            M_PAD=ceil_to_power_of_2(max(most, 1)),
-            num_warps=4,
+            MOST=MOST,
+            num_warps=8,
         )
     return answer
 
