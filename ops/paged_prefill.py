@@ -134,13 +134,15 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
             key_first = tl.maximum(first_position - window + 1, 0) // B * B
             clear_first = key_stop - window
         clear_stop = first_position + 1
-        table = block_tables + seq.to(tl.int64) * table_stride
+        # the pipeline reads an entry ahead of the first step, also where there is no step
+        table = block_tables + tl.minimum(seq, num_seqs - 1).to(tl.int64) * table_stride
+        last = tl.maximum(key_stop - 1, 0)
         for start in range(key_first, key_stop, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             there = n < key_stop
             if WINDOW:
                 there &= n > first_position - window
-            block, place = key_places(table, start, key_stop - 1, B, BLOCK_N, IS_GPU)
+            block, place = key_places(table, start, last, B, BLOCK_N, IS_GPU)
             k_at = k_plane + (block * k_stride_n + place * k_stride_b)[:, None] + d[None, :]
             v_at = v_plane + (block * v_stride_n + place * v_stride_b)[:, None] + e[None, :]
             keys = tl.load(k_at, mask=there[:, None] & (d < D)[None, :], other=0.0)

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -10,53 +11,111 @@ from ostinato.ops import kv_write, paged_attention
 from ostinato.ops.paged_attention import OP, paged_attention_reference
 from tests.support.budget import assert_within_budget
 from tests.support.op_cases import FREED, Heads, PagedCase, dense_attention, masked_attention, paged_case
-from tests.support.op_routes import FLOATS, INTERPRETER, ROUTES, assert_graph_replays, in_type, run, sized
+from tests.support.op_routes import CUDA, FLOATS, INTERPRETER, ROUTES, assert_graph_replays, in_type, run
 
 # lengths, new tokens, heads, block_tokens: prefill, chunk, decode, empty and new sequences in one call
 TINY = [
     ([9, 5, 1, 0, 17], [9, 2, 1, 0, 1], Heads(6, 2, 8, 12), 4),
     ([3, 6], [1, 1], Heads(3, 1, 10, 10), 2),
     ([5], [5], Heads(2, 2, 40, 24), 16),
-    ([130, 67], [2, 1], Heads(2, 1, 8, 8), 16),  # more keys than one tile of 64
+    ([130, 67], [2, 1], Heads(2, 1, 8, 8), 6),  # more keys than one tile of 64, of odd blocks
     ([], [], Heads(2, 1, 8, 8), 4),
 ]
-REAL = [
-    *TINY,
-    ([513, 4096, 1, 100, 2000, 64], [513, 1, 1, 0, 130, 64], Heads(32, 8, 128, 128), 16),
-    (list(range(1, 1025, 4)), [1] * 256, Heads(32, 8, 128, 128), 64),
-    ([700, 33], [65, 33], Heads(9, 3, 64, 64), 32),
-    ([300, 129], [300, 1], Heads(32, 32, 80, 80), 16),
-    ([300, 129], [300, 1], Heads(32, 32, 96, 96), 16),
-    ([400, 90], [64, 1], Heads(8, 4, 256, 256), 16),
-    ([300, 70], [40, 1], Heads(8, 1, 512, 512), 16),
-    ([200, 70], [40, 1], Heads(71, 1, 64, 64), 16),
-    ([200, 70], [40, 1], Heads(16, 16, 192, 128), 64),
+MIXED = [513, 4096, 1, 100, 0, 2000, 64], [513, 1, 1, 0, 0, 130, 64]
+DECODE = list(range(1, 1025, 4)), [1] * 256
+EVERYTHING = {"window": 66, "softcap": 20.0, "with_sinks": True}
+# heads, block_tokens, type, options: each is two kernels to compile, so each differs in what matters
+REAL: list[tuple[Heads, int, torch.dtype, dict[str, Any]]] = [
+    (Heads(32, 8, 128, 128), 16, torch.bfloat16, {}),
+    (Heads(32, 8, 128, 128), 16, torch.bfloat16, {"window": 300}),
+    (Heads(32, 8, 128, 128), 16, torch.bfloat16, EVERYTHING),
+    (Heads(32, 8, 128, 128), 128, torch.float16, {"softcap": 20.0}),  # blocks larger than a tile
+    (Heads(9, 3, 64, 64), 32, torch.bfloat16, {}),
+    (Heads(9, 3, 64, 64), 16, torch.float32, {}),
+    (Heads(64, 8, 64, 64), 16, torch.bfloat16, {"window": 128, "with_sinks": True}),  # gpt-oss
+    (Heads(4, 4, 80, 80), 16, torch.bfloat16, {}),
+    (Heads(8, 4, 256, 256), 16, torch.bfloat16, {"window": 300, "softcap": 50.0}),  # gemma 2
+    (Heads(8, 1, 512, 512), 16, torch.bfloat16, {}),
+    (Heads(71, 1, 64, 64), 16, torch.bfloat16, {}),
+    (Heads(4, 4, 192, 128), 16, torch.bfloat16, {}),
 ]
 
 
 def assert_right(
-    route: str, case: PagedCase, *, scale: float = 0.3, window: int = 0, softcap: float = 0.0
+    route: str,
+    case: PagedCase,
+    *,
+    scale: float = 0.3,
+    window: int = 0,
+    softcap: float = 0.0,
+    with_sinks: bool = False,
 ) -> Tensor:
-    ours = run(route, paged_attention, *case.args(scale=scale, window=window, softcap=softcap))
+    sinks = torch.linspace(-3, 3, case.q.shape[1]).to(case.q.dtype) if with_sinks else None
+    args = case.args(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    ours = run(route, paged_attention, *args)
     assert ours.is_contiguous()
-    truth = dense_attention(case, scale=scale, window=window, softcap=softcap)
-    plain = paged_attention_reference(*case.args(scale=scale, window=window, softcap=softcap))
-    assert_within_budget(ours, truth, plain)
+    truth = dense_attention(case, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    assert_within_budget(ours, truth, paged_attention_reference(*args))
     return ours
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ROUTES[:2])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 0.0), (66, 0.0), (0, 2.0), (5, 30.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"),
+    [(0, 0.0, False), (3, 0.0, False), (66, 0.0, False), (0, 2.0, False), (5, 30.0, True), (0, 0.0, True)],
+)
 def test_mixed_steps_match_dense_attention_within_the_budget(
-    window: int, softcap: float, dtype: torch.dtype, route: str
+    window: int, softcap: float, with_sinks: bool, dtype: torch.dtype, route: str
 ) -> None:
-    for lengths, num_new, heads, block_tokens in sized(route, TINY, REAL):
+    options = {"window": window, "softcap": softcap, "with_sinks": with_sinks}
+    for lengths, num_new, heads, block_tokens in TINY:
         case = paged_case(
             lengths, num_new, heads, block_tokens=block_tokens, window=window, num_padding=2, dtype=dtype
         )
-        out = assert_right(route, case, scale=heads.k_size**-0.5, window=window, softcap=softcap)
+        out = assert_right(route, case, scale=heads.k_size**-0.5, **options)
         assert out[sum(num_new) :].count_nonzero() == 0  # padding rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "block_tokens", "dtype", "options"), REAL)
+def test_real_shapes_on_a_gpu_match_dense_attention_within_the_budget(
+    heads: Heads, block_tokens: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    long, window = heads.q * heads.k_size > 2000, int(options.get("window", 0))
+    steps = (
+        [MIXED, DECODE] if long and heads.kv == 8 else [([300, 129, 70], [300, 1, 40]), ([1, 700], [1, 1])]
+    )
+    for lengths, num_new in steps:
+        case = paged_case(
+            lengths, num_new, heads, block_tokens=block_tokens, window=window, num_padding=2, dtype=dtype
+        )
+        out = assert_right("cuda", case, scale=heads.k_size**-0.5, **options)
+        assert out[sum(num_new) :].count_nonzero() == 0
+        assert torch.equal(out, assert_right("cuda", case, scale=heads.k_size**-0.5, **options))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_keys_split_over_programs_give_the_same_again_and_again(route: str) -> None:
+    """Three launches: the counts of programs that arrived are back at zero after each."""
+    lengths = [200, 1, 64, 65, 0] if route != CUDA else [4000, 1, 64, 65, 0]
+    case = paged_case(lengths, [1, 1, 1, 1, 0], Heads(4, 2, 16, 16), num_padding=1)
+    first = assert_right(route, case, with_sinks=True)
+    for _ in range(2):
+        assert torch.equal(assert_right(route, case, with_sinks=True), first)
+    assert first[4].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_as_many_tokens_as_sequences_need_not_be_one_each(route: str) -> None:
+    case = paged_case([9, 0, 70, 5], [2, 0, 1, 1], Heads(4, 2, 16, 16))
+    assert_right(route, case)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_more_sequences_than_programs_are_all_answered(route: str) -> None:
+    lengths = [2 + number % 5 for number in range(40)]
+    assert_right(route, paged_case(lengths, [2] * 40, Heads(4, 2, 16, 16)))
 
 
 def test_reference_in_float64_is_the_definition() -> None:
@@ -76,18 +135,20 @@ def test_chunked_prefill_then_decode_sees_exactly_the_window(
     """All prompt lengths advance together, so prefill and decode rows are mixed; a freed block is a trap."""
     if route == INTERPRETER and (chunk not in (3, 99) or block_tokens == 2):
         pytest.skip("the interpreter takes 20 ms a program; two chunk sizes and two block sizes are enough")
+    if route == CUDA and block_tokens == 2:
+        pytest.skip("nothing differs from blocks of 4 but the time to compile")
     prompts, num_decoded = ([2, 9], 3) if route == INTERPRETER else (range(1, 41), 40)
     totals = [prompt + num_decoded for prompt in prompts]
-    heads, windows = Heads(4, 2, 8, 8), (4, 0) if block_tokens == 4 else (4,)
+    heads, windows = Heads(4, 2, 16, 16), (4, 0) if block_tokens == 4 else (4,)
     draw = torch.Generator().manual_seed(1)
     q, k, v = (
-        [torch.randn(total, count, 8, generator=draw) for total in totals]
+        [torch.randn(total, count, 16, generator=draw) for total in totals]
         for count in (heads.q, heads.kv, heads.kv)
     )
     truth = {window: _every_position(q, k, v, window) for window in windows}
     width = -(-max(totals) // block_tokens)
     tables = torch.arange(len(totals) * width, dtype=torch.int32).view(len(totals), width)
-    k_cache, v_cache = torch.full((2, tables.numel(), block_tokens, heads.kv, 8), float("nan"))
+    k_cache, v_cache = torch.full((2, tables.numel(), block_tokens, heads.kv, 16), float("nan"))
     done = [0] * len(totals)
     while done != totals:
         new = [
@@ -123,16 +184,17 @@ def _every_position(q: list[Tensor], k: list[Tensor], v: list[Tensor], window: i
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_query_10_in_a_window_of_4_sees_keys_7_to_10(route: str) -> None:
-    case = paged_case([11], [1], Heads(1, 1, 16, 16), block_tokens=2)
+    case = paged_case([11], [1], Heads(4, 2, 16, 16))
     case.q.zero_()  # all visible keys weigh the same
     out = run(route, paged_attention, *case.args(window=4))
-    torch.testing.assert_close(out[0, 0], case.v_dense[0][7:11].mean((0, 1)))
+    expected = case.v_dense[0][7:11].mean(0).repeat_interleave(2, 0)
+    torch.testing.assert_close(out[0], expected)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS[:2])
 def test_scores_far_from_zero_neither_overflow_nor_vanish(route: str, dtype: torch.dtype) -> None:
-    case = paged_case([9, 9], [9, 1], Heads(2, 1, 16, 16), dtype=dtype)
+    case = paged_case([9, 9], [9, 1], Heads(4, 2, 16, 16), dtype=dtype)
     case.q.mul_(100)
     assert_right(route, case, scale=4.0)
     assert_right(route, case, scale=4.0, softcap=50.0)
@@ -141,17 +203,17 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish(route: str, dtype: tor
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_rows_that_seq_lens_does_not_cover_give_zeros(route: str) -> None:
-    case = paged_case([3, 4, 2], [3, 1, 2], Heads(2, 1, 16, 16))
+    case = paged_case([3, 4, 2], [3, 1, 2], Heads(4, 2, 16, 16))
     seq_lens = torch.tensor([3, 0, 1], dtype=torch.int32)  # a padding sequence; one token too many
     out = run(route, paged_attention, *case._replace(seq_lens=seq_lens).args())
     assert out[3:5].count_nonzero() == 0
     torch.testing.assert_close(out[:3], OP(*case.args())[:3])
-    torch.testing.assert_close(out[5], case.v_dense[2][:1].expand(2, -1, -1)[0].expand(2, -1))
+    torch.testing.assert_close(out[5], case.v_dense[2][0].repeat_interleave(2, 0))
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_sequence_with_nan_leaves_the_others_alone(route: str) -> None:
-    case = paged_case([5, 4], [2, 1], Heads(2, 1, 16, 16))
+    case = paged_case([5, 4], [2, 1], Heads(4, 2, 16, 16))
     clean = run(route, paged_attention, *case.args())
     case.k_cache[case.block_tables[1, 0].long()] = float("nan")
     out = run(route, paged_attention, *case.args())
@@ -237,6 +299,10 @@ def test_other_shapes_and_types_are_refused_with_both_sides_named() -> None:
         OP(*case._replace(seq_lens=case.seq_lens[:1]).args())
     with pytest.raises(ValueError, match=r"k_cache is torch\.float16 but q is torch\.float32"):
         OP(*case._replace(k_cache=case.k_cache.half()).args())
+    with pytest.raises(ValueError, match=r"scale=0\.0; it must be positive"):
+        OP(*case.args(scale=0.0))
+    with pytest.raises(ValueError, match=r"sinks has shape \[3\], q \[5, 4, 16\]: \[H\] is 3 and 4"):
+        OP(*case.args(sinks=torch.ones(3)))
     with pytest.raises(ValueError, match=r"window=-1, softcap=0.0; both must be positive, or 0 for none"):
         OP(*case.args(window=-1))
 
@@ -270,8 +336,14 @@ def test_captured_graph_follows_its_inputs() -> None:
         tables[:, : case.block_tables.shape[1]] = case.block_tables
         return case._replace(k_cache=k_cache, v_cache=v_cache, block_tables=tables)
 
-    for options in ({}, {"window": 40}, {"softcap": 20.0}):
-        assert_graph_replays(paged_attention, same_size(old).args(**options), same_size(new).args(**options))
+    assert_graph_replays(paged_attention, same_size(old).args(), same_size(new).args())
+    decode = [
+        paged_case(lengths, [1] * 3, heads, block_tokens=16, dtype=torch.bfloat16, seed=seed)
+        for seed, lengths in enumerate(([900, 1, 1], [300, 500, 100]))
+    ]
+    num_blocks = max(case.k_cache.shape[0] for case in decode)
+    width = max(case.block_tables.shape[1] for case in decode)
+    assert_graph_replays(paged_attention, *(same_size(case).args() for case in decode))
 
 
 @pytest.mark.gpu

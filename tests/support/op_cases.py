@@ -32,8 +32,10 @@ class PagedCase(NamedTuple):
     k_dense: list[Tensor]  # per sequence [length, G, D]
     v_dense: list[Tensor]
 
-    def args(self, *, scale: float = 0.3, window: int = 0, softcap: float = 0.0) -> list[Any]:
-        return [*self[:6], scale, window, softcap]
+    def args(
+        self, *, scale: float = 0.3, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> list[Any]:
+        return [*self[:6], scale, window, softcap, *([] if sinks is None else [sinks])]
 
 
 def paged_case(
@@ -79,16 +81,31 @@ def paged_case(
     return PagedCase(q, k_cache, v_cache, tables, seq_lens, starts, k_dense, v_dense)
 
 
-def dense_attention(case: PagedCase, *, scale: float = 0.3, window: int = 0, softcap: float = 0.0) -> Tensor:
+def dense_attention(
+    case: PagedCase,
+    *,
+    scale: float = 0.3,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The truth in float64 by the definition: a mask over all pairs, no blocks, no library attention."""
     out = torch.zeros(*case.q.shape[:2], case.v_cache.shape[3], dtype=torch.float64)
     starts = case.query_start.tolist()
     for k, v, first, stop in zip(case.k_dense, case.v_dense, starts[:-1], starts[1:], strict=True):
-        out[first:stop] = masked_attention(case.q[first:stop], k, v, scale, window, softcap)
+        out[first:stop] = masked_attention(case.q[first:stop], k, v, scale, window, softcap, sinks)
     return out
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Float64 attention of q [n, H, D], the last n of the L tokens of k [L, G, D] and v [L, G, E]."""
     group = q.shape[1] // k.shape[1]
     k, v = (kv.double().repeat_interleave(group, 1) for kv in (k, v))
@@ -100,7 +117,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int,
     visible = at_key <= at_query
     if window:
         visible &= at_key > at_query - window
-    return torch.einsum("hnl,lhe->nhe", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hnl,lhe->nhe", scores.softmax(-1)[..., : len(k)], v)
 
 
 def rope_case(
