@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from ostinato.graph.facts import KVLayer
+from ostinato.runtime.config import KVConfig
+from ostinato.runtime.engine import Engine
 from ostinato.runtime.kv_sizer import PEER_RETRY_S, KVSizer
 from ostinato.runtime.memory.device_limits import DeviceLimits
 from ostinato.runtime.memory.handle_pool import HandlePool
@@ -12,8 +14,12 @@ from ostinato.runtime.memory.kv_worker import KVWorker
 from ostinato.runtime.memory.memory_peers import MemoryPeers
 from ostinato.runtime.memory.vmm_cuda import CudaVmm
 from ostinato.runtime.scheduling.block_pool import BlockPool
+from tests.support.engine_runs import greedy, prompt_of, tokens_of, toy_config
 from tests.support.fake_cuda import GRANULE, FakeCuda
+from tests.support.faulty_driver import ModelVmm
+from tests.support.toy_model import ToyModel
 
+MIB = 1 << 20
 LAYERS = [KVLayer(kv_heads=2, k_size=64, v_size=64)]  # a plane of a block: 32 KiB, half a granule
 BLOCK_BYTES = GRANULE
 DEVICE_BLOCKS = 40
@@ -103,3 +109,27 @@ def test_two_that_want_everything_end_with_a_fair_part_each(two):
     first, second = run(two, 36, 36)
     assert abs(first - second) <= 8
     assert first + second >= 32
+
+
+def test_two_engines_answer_right_while_one_memory_goes_between_them(tmp_path, monkeypatch):
+    device = ModelVmm(4096, limit=4 * MIB)
+    monkeypatch.setattr("ostinato.runtime.kv_memory.usable_driver", lambda _: device)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    kv = KVConfig(initial_mib=1, max_gib=0.004, headroom_gib=0, share=True)
+    prompts = {f"r{i}": prompt_of(500, i) for i in range(16)}  # 32 blocks each, 2 MiB together
+    truth = {name: ToyModel().greedy(prompt, 2) for name, prompt in prompts.items()}
+    with Engine(ToyModel(), toy_config(kv=kv)) as a, Engine(ToyModel(), toy_config(kv=kv)) as b:
+        for busy, resting in ((a, b), (b, a), (a, b)):
+            for _ in range(200):  # until it has more than an equal part; what others hold comes in time
+                busy.inbox.put(*(greedy(name, prompt, 2) for name, prompt in prompts.items()))
+                news = busy.step()
+                while busy.has_work:
+                    news += [*busy.step(), *resting.step()]
+                assert {name: tokens_of(news, name) for name in prompts} == truth
+                if busy.stats().kv_bytes_committed > 2 * MIB:
+                    break
+            assert busy.stats().kv_bytes_committed > 2 * MIB
+            busy.check()
+            resting.check()
+    assert device.physical_bytes == 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
