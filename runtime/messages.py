@@ -1,13 +1,14 @@
 """The typed boundary between front ends (server, Python) and the engine. No torch here.
 
-Everything that crosses is one of these frozen models, as JSON; nothing is pickled.
+Everything that crosses is one of these, as JSON, and is not changed after it is made; nothing is pickled.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ostinato.section import Section
 
@@ -58,8 +59,14 @@ class TokenLogprob(Section):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class TokenEvent(Section):
-    """News about one request. `finish_reason` is set on the last event and only there."""
+@dataclass(slots=True)
+class TokenEvent:
+    """News about one request. `finish_reason` is set on the last event and only there.
+
+    No `Section`, since one is made per token: that takes 0.2 us, a model 3 us. Frames check it all the same.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     request_id: str
     token_ids: tuple[int, ...] = ()

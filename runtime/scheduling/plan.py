@@ -7,15 +7,15 @@ made with `max_in_flight` > 1 plans `PENDING`; the runner then takes the id on t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ostinato.runtime.messages import FinishReason
 
 PENDING = -1
+ONE_PENDING = (PENDING,)  # the same object whenever a sequence decodes behind the step in flight
 
 
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
+class PlanEntry(NamedTuple):
     """The share of one sequence in a step: tokens `start` to `start + len(token_ids) - 1` of its context.
 
     `block_ids` is the whole block table, in order. The same tuple object is given until the sequence gets
@@ -37,13 +37,17 @@ class PlanEntry:
         return len(self.token_ids) - self.logits_from
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether there are `prompt_logit_rows`: logits are wanted of more than the row that is sampled."""
+        return self.logits_from < len(self.token_ids) - self.samples
+
+    @property
     def prompt_logit_rows(self) -> range:
         """Rows whose logits score the next prompt token (`prompt_logprobs`); row i scores start + i + 1."""
         return range(self.logits_from, min(len(self.token_ids), self.prompt_tokens - 1 - self.start))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One step: sequences that decode first, then those that prefill. Never empty."""
 
     step: int  # counts from 1
@@ -51,8 +55,7 @@ class Plan:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A new token of a request, or its end, or both.
 
     `token_id` is None when the request ended without a token (`error`). `stop_token_id` is set when an EOS
@@ -61,7 +64,8 @@ class Outcome:
 
     request_id: str
     token_id: int | None
-    index: int  # of the token among the generated ones, from 0; their number where token_id is None
+    # `index` of the token among the generated ones, from 0; their number where token_id is None
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache; the same on every outcome

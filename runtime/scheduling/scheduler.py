@@ -157,18 +157,23 @@ class Scheduler:
         assert self._in_flight[0][0] is plan, "plans are settled in the order in which they were made"
         _, sequences = self._in_flight.popleft()
         outcomes: list[Outcome] = []
+        ended, leaving, size = Phase.ENDED, Phase.LEAVING, self.pool.block_tokens
         for entry, sequence in zip(plan.entries, sequences, strict=True):
             sequence.in_flight -= 1
             sequence.pending -= entry.samples
-            has_left = sequence.phase in (Phase.LEAVING, Phase.ENDED)
-            if sequence.phase is not Phase.ENDED:
-                if entry.request_id in failed:
+            phase = sequence.phase
+            has_left = phase is leaving or phase is ended
+            if phase is not ended:
+                name = sequence.request_id
+                if name in failed:
                     self._end(sequence)
-                    outcomes.append(_error(sequence, failed[entry.request_id]))
+                    outcomes.append(_error(sequence, failed[name]))
                 else:
-                    self._advance(sequence, len(entry.token_ids))
+                    sequence.computed += len(entry.token_ids)
+                    if sequence.computed >= (sequence.published + 1) * size:
+                        self._publish(sequence)
                     if entry.samples:
-                        outcomes.append(self._append(sequence, sampled[entry.request_id]))
+                        outcomes.append(self._append(sequence, sampled[name]))
             if has_left and sequence.in_flight == 0:
                 self._slots.settle(sequence)
         return outcomes
@@ -177,6 +182,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Plans made and not settled."""
         return len(self._in_flight)
+
+    def preempt_all(self) -> None:
+        """Every running sequence gives its blocks back and waits again. Nothing may be in flight."""
+        assert not self._in_flight, "sequences are preempted under a plan in flight"
+        self._slots.preempt_all()
 
     def move_blocks(self, moves: Tokens[tuple[int, int]]) -> None:
         """KV of block `from` lies in block `to` now: block tables follow. Nothing may be in flight."""
@@ -236,10 +246,14 @@ class Scheduler:
             decodes = sorted(turns[:room], key=lambda decode: decode[0].rank) + turns[room:]
         entries: list[PlanEntry] = []
         sequences: list[Sequence] = []
+        running, size = Phase.RUNNING, self.pool.block_tokens
         for sequence, reserve in decodes:
             if len(entries) == room:
                 break
-            if sequence.phase is Phase.RUNNING and self._slots.secure(sequence, 1, reserve):
+            if sequence.phase is not running:
+                continue
+            has_room = len(sequence.block_ids) * size > sequence.scheduled
+            if has_room or self._slots.secure(sequence, 1, reserve):
                 entries.append(sequence.plan(1, step))
                 sequences.append(sequence)
         num_tokens = len(entries)
@@ -287,27 +301,24 @@ class Scheduler:
             budget -= grant(sequence, budget)
         return granted
 
-    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
-        sequence.computed += num_tokens
+    def _publish(self, sequence: Sequence) -> None:
         if self.pool.prefix_cache:
             for index in range(sequence.published, sequence.computed // self.pool.block_tokens):
                 self.pool.publish(sequence.block_ids[index], sequence.keys[index])
                 sequence.published = index + 1
 
     def _append(self, sequence: Sequence, token: int) -> Outcome:
-        sequence.tokens.append(token)
+        tokens = sequence.tokens
+        tokens.append(token)
         self.counters.generated_tokens += 1
-        reason, stop_token = sequence.finish_reason(self._eos_token_ids)
-        if reason is not None:
-            self._end(sequence)
-        return Outcome(
-            sequence.request_id,
-            token,
-            sequence.num_generated - 1,
-            reason,
-            stop_token,
-            sequence.cached_tokens,
-        )
+        index = len(tokens) - sequence.prompt_tokens - 1
+        reason, stop_token = None, None
+        if index + 1 >= sequence.limit or token in self._eos_token_ids or token in sequence.stop_ids:
+            reason, stop_token = sequence.finish_reason(self._eos_token_ids)
+            if reason is not None:
+                self._end(sequence)
+        outcome = (sequence.request_id, token, index, reason, stop_token, sequence.cached_tokens, None)
+        return tuple.__new__(Outcome, outcome)  # as in Sequence._plan_one
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request_id]

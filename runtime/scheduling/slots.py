@@ -63,9 +63,10 @@ class Slots:
 
     def blocks_wanted(self) -> int:
         """Blocks to commit so that the running sequences and those next in line find free ones."""
-        size, wanted = self.pool.block_tokens, 0
+        size, wanted = self.pool.block_tokens, len(self.running)
         for sequence in self.running:
-            wanted += sequence.lacking_blocks(size) + 1
+            if len(sequence.tokens) > len(sequence.block_ids) * size:
+                wanted += sequence.lacking_blocks(size)
         for index in range(min(len(self.waiting), self.num_open, LOOK_AHEAD)):
             sequence = self.waiting[index]
             wanted += sequence.lacking_blocks(size) - len(self._find_prefix(sequence)) + 1
@@ -130,6 +131,11 @@ class Slots:
             return
         (self.waiting if sequence.phase is Phase.WAITING else self.running).remove(sequence)
         self._leave(sequence, Phase.ENDED)
+
+    def preempt_all(self) -> None:
+        """Back to the queue with everybody; blocks come back now unless a plan in flight has them."""
+        for sequence in [*self.running]:
+            self._preempt(sequence)
 
     def settle(self, sequence: Sequence) -> None:
         """The last plan in flight with a LEAVING or ENDED sequence is settled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ostinato.errors import EngineDead
 from ostinato.runtime.messages import (
@@ -84,7 +84,7 @@ class FakeEngine:
                     raise event
                 left -= len(event.token_ids)
                 if left <= 0 and event.finish_reason is None:
-                    event = event.model_copy(update={"finish_reason": "length"})
+                    event = replace(event, finish_reason="length")
                 finished = event.finish_reason is not None
                 yield event
                 if finished:
