@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.ops import gelu_tanh_mul, rms_norm, silu_mul
+from ostinato.ops import gelu_tanh_mul, rms_norm, silu_mul, tuning
 from ostinato.ops.check import FLOATS, check_scale_type, check_shapes, check_types
 from ostinato.ops.launch import KERNEL_FLOATS, as_rows, has_pdl, jit, on_device, tl
 from ostinato.ops.skinny_rows import (
@@ -210,11 +210,13 @@ def launch(
     if out.numel() == 0:
         return out
     num_tokens = out.numel() // num_out
-    if num_tokens > MAX_TOKENS or width == 0:
+    measured = None if config else tuning.choice("skinny_gated", num_tokens, num_out, width, x.dtype)
+    if num_tokens > MAX_TOKENS or width == 0 or measured == tuning.BY_PARTS:
         if norm_weight_K is not None:
             x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)
         return PRODUCTS[activation].OP(*F.linear(x, weight_GK).chunk(2, -1))
-    config = config or _config(num_tokens, num_out, width, x.dtype)
+    if config is None:
+        config = Config(**measured.config) if measured else _config(num_tokens, num_out, width, x.dtype)
     check_config("skinny_gated", config, x.dtype)
     rows, block_t, pdl = as_rows(x), token_block(num_tokens, config), has_pdl(x)
     blocks = -(-num_out // config.rows)

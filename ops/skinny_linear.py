@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.ops import rms_norm
+from ostinato.ops import rms_norm, tuning
 from ostinato.ops.check import FLOATS, check_scale_type, check_shapes, check_types
 from ostinato.ops.launch import KERNEL_FLOATS, as_rows, has_pdl, jit, on_device, tl
 from ostinato.ops.skinny_rows import (
@@ -278,12 +278,14 @@ def launch(
     if out.numel() == 0:
         return out
     num_tokens = out.numel() // num_out
-    if num_tokens > MAX_TOKENS or width == 0:
+    measured = None if config else tuning.choice("skinny_linear", num_tokens, num_out, width, x.dtype)
+    if num_tokens > MAX_TOKENS or width == 0 or measured == tuning.BY_PARTS:
         if norm_weight_K is not None:
             x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)
         y = F.linear(x, weight_NK, bias_N)
         return y if residual is None else y + residual
-    config = config or _config(num_tokens, num_out, width, x.dtype)
+    if config is None:
+        config = Config(**measured.config) if measured else _config(num_tokens, num_out, width, x.dtype)
     check_config("skinny_linear", config, x.dtype)
     rows = as_rows(x)
     norm, pdl = norm_stage(norm_weight_K, x, config), has_pdl(x)

@@ -134,7 +134,8 @@ def _code_hash() -> str:
     )
     runtime = [package / "runtime" / name for name in names]
     folders = [path for name in ("graph", "passes", "ops") for path in (package / name).iterdir()]
-    for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h")):
+    folders += (package / "ops" / "tuned").glob("*.json")
+    for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h", ".json")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

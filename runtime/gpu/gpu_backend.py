@@ -220,15 +220,18 @@ class GpuBackend:
         self._sampler.launch(logits, samples.view(torch.int64), tokens, status, self._last_tokens)
         return logits
 
-    def _prepare(self, shape: StepShape) -> None:
+    def rehearse_inputs(self, shape: StepShape, context: int) -> None:
+        """Put inputs of a shape on the device, with so many tokens of KV before those of the step."""
+        with torch.inference_mode():
+            self._prepare(shape, context)
+
+    def _prepare(self, shape: StepShape, context: int = _CHECK_CONTEXT) -> None:
         """Inputs of this shape that write no KV and read block 0: one long row, the others one token each."""
         host = self._buffers.host(shape)
         lengths = np.ones(shape.sequences, np.int64)
         lengths[-1] = shape.tokens - shape.sequences + 1
         stops = np.cumsum(lengths)
-        context = min(
-            _CHECK_CONTEXT, self._buffers.tables.shape[1] * self._buffers.block_tokens - int(lengths[-1])
-        )
+        context = min(context, self._buffers.tables.shape[1] * self._buffers.block_tokens - int(lengths[-1]))
         host.query_start[0], host.query_start[1:] = 0, stops
         host.seq_lens[:] = lengths + max(0, context)
         begins = np.concatenate([[0], stops[:-1]])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import ArtifactError
-from ostinato.ops import all_ops
+from ostinato.ops import all_ops, tuning
 from ostinato.ops.gpu_kernels import STORE
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import WEIGHTS, Manifest, PlanRecord, read_program
@@ -59,6 +59,7 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
     began = time.perf_counter()
     torch.cuda.set_device(device)
     STORE.read(folder)
+    tuning.read(folder)
     STORE.is_sealed = True
     weights = DeviceWeights(folder / WEIGHTS, gpu_driver(device))
     try:

@@ -17,6 +17,7 @@ from torch import fx
 from ostinato.errors import CompileError
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
+from ostinato.ops import tuning
 from ostinato.ops.gpu_kernels import STORE
 from ostinato.passes import pipeline
 from ostinato.passes.base import PassReport
@@ -53,6 +54,8 @@ class GpuTarget:
         """Put the weights on the device, run every shape, and write what was launched."""
         began = time.perf_counter()
         STORE.is_sealed = False
+        tuning.write(self._folder)
+        tuning.read(self._folder)
         STORE.clear_used()
         run = self.load(plans)
         rehearse(run, facts, config, self.device)
