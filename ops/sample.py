@@ -141,6 +141,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]  # Triton
             values = tl.load(logits + at, mask=live, other=float("-inf")).to(tl.float32)
             values = tl.where(values != values, float("inf"), values)
             raws = tl.maximum(raws, values)
+            values = tl.where(values == float("inf"), 0.0, values)  # the row is lost; no -inf + inf
             values = adjusted(values, rows, R, row, at, live)
             ids = tl.where(values > tops, at, ids)
             tops = tl.maximum(tops, values)
@@ -155,7 +156,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]  # Triton
             tl.store(weights + total_at(part, row, R, E) + edge, tl.zeros([E], tl.int64))
 
 
-@jit
+@jit(do_not_specialize=["S", "most"])
 def _finish_kernel(  # type: ignore[no-untyped-def]  # Triton
     logits,
     rows,
@@ -170,11 +171,11 @@ def _finish_kernel(  # type: ignore[no-untyped-def]  # Triton
     vocab,
     row_stride,
     S,
+    most,
     CHUNK: tl.constexpr,
     S_PAD: tl.constexpr,
     E: tl.constexpr,
     FEW: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -206,7 +207,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]  # Triton
         if kind == 2:
             token = draw(
                 logits + row.to(tl.int64) * row_stride, rows, counts, weights, found, top, vocab, R, S, row,
-                CHUNK, S_PAD, E, FEW, MOST, BLOCK,
+                most, CHUNK, S_PAD, E, FEW, BLOCK,
             )  # fmt: skip
         answer = tl.load(rows + 3 * R + row)
         if answer != 0:
@@ -289,21 +290,24 @@ def launch(
     block = min(config.chunk, 128 * config.num_warps)  # where a program loops
     tiles = {"CHUNK": config.chunk, "E": edges, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl}
     bins = tiles | {"S_PAD": ceil_to_power_of_2(splits), "FEW": config.few}
-    ends = bins | {"MOST": most, "BLOCK": min(config.chunk, 1024)}
     sizes = vocab_size, stride
     with on_device(logits_RV):
         _best_kernel[grid](logits_RV, rows, best, best_id, counts, weights, *sizes, BLOCK=block, **tiles)
         scratch = logits_RV, rows, best, counts, weights
         bins_kernel[grid](*scratch, *sizes, SECOND=False, **bins)
         bins_kernel[grid](*scratch, *sizes, SECOND=True, **bins)
-        collect_kernel[grid](*scratch, found, *sizes, MOST=most, **bins)
+        collect_kernel[grid](*scratch, found, *sizes, most, **bins)
         results = last_tokens, tokens, status
-        _finish_kernel[(num_rows,)](*scratch, best_id, found, *results, *sizes, splits, **ends)
+        _finish_kernel[(num_rows,)](
+            *scratch, best_id, found, *results, *sizes, splits, most, BLOCK=min(config.chunk, 1024), **bins
+        )
 
 
 def _config(num_rows: int) -> Config:
-    """Few rows are split further, to reach all multiprocessors."""
-    return CANDIDATES[0] if num_rows <= 4 else CANDIDATES[1] if num_rows <= 16 else CANDIDATES[3]
+    """Few rows are split further, to reach all multiprocessors; thousands (prompts) get less scratch."""
+    if num_rows <= 16:
+        return CANDIDATES[0] if num_rows <= 4 else CANDIDATES[1]
+    return CANDIDATES[3] if num_rows <= 256 else CANDIDATES[3]._replace(most=512)
 
 
 torch.library.define(

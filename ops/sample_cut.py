@@ -221,7 +221,7 @@ def bins_kernel(  # type: ignore[no-untyped-def]  # Triton
     tl.store(weights + _split_at(part, row, split, R, S, E) + edge, weight)
 
 
-@jit
+@jit(do_not_specialize=["most"])
 def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
     logits,
     rows,
@@ -231,11 +231,11 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
     found,
     vocab,
     row_stride,
+    most,
     CHUNK: tl.constexpr,
     S_PAD: tl.constexpr,
     E: tl.constexpr,
     FEW: tl.constexpr,
-    MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Keys and ids of the tokens in the bin, one row's in the order of ids."""
@@ -250,7 +250,7 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
     if not usable:
         return
     first, second, low, high, _, _, inside, _, both, _, _ = _cut_bin(counts, weights, rows, R, row, E, FEW)
-    if (inside == 0) | (inside > MOST):
+    if (inside == 0) | (inside > most):
         return
     splits = tl.arange(0, S_PAD)
     numbers = _upto_of_splits(counts, first, second, row, splits, R, S, E)
@@ -265,21 +265,21 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
     keys = _row_keys(logits + row.to(tl.int64) * row_stride, rows, R, row, top, at, vocab)
     taken = (keys > low) & (keys <= high)
     place = before + tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(found + row * MOST + place, keys, mask=taken)
-    tl.store(found + (R + row) * MOST + place, at, mask=taken)
+    tl.store(found + row * most + place, keys, mask=taken)
+    tl.store(found + (R + row) * most + place, at, mask=taken)
 
 
 @jit
 def _source(  # type: ignore[no-untyped-def]  # Triton
-    logits, found, rows, R, row, top, at, length, in_row, MOST: tl.constexpr
+    logits, found, rows, R, row, top, at, length, in_row, most
 ):
     """Keys and ids of what is searched: the collected tokens, or the whole row."""
     if in_row:
         keys = _row_keys(logits, rows, R, row, top, at, length)
         ids = at
     else:
-        keys = tl.load(found + row * MOST + at, mask=at < length, other=0x7FFFFFFF)
-        ids = tl.load(found + (R + row) * MOST + at, mask=at < length, other=0x7FFFFFFF)
+        keys = tl.load(found + row * most + at, mask=at < length, other=0x7FFFFFFF)
+        ids = tl.load(found + (R + row) * most + at, mask=at < length, other=0x7FFFFFFF)
     return keys, ids
 
 
@@ -301,8 +301,8 @@ def _search(  # type: ignore[no-untyped-def]  # Triton
     base,
     weight_base,
     goal,
+    most,
     BY_COUNT: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The smallest key of a token up to which number or weight reach `goal`; number and weight before it.
@@ -318,7 +318,7 @@ def _search(  # type: ignore[no-untyped-def]  # Triton
         smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         for start in range(0, length, BLOCK):
             keys, _ = _source(
-                logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, MOST
+                logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, most
             )
             upto = keys <= middle
             count += upto.to(tl.int32)
@@ -349,11 +349,11 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
     R,
     S,
     row,
+    most,
     CHUNK: tl.constexpr,
     S_PAD: tl.constexpr,
     E: tl.constexpr,
     FEW: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The token of a random row."""
@@ -364,7 +364,7 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
     first, second, low, high, below, weight_below, inside, by_count, both, needed, total = _cut_bin(
         counts, weights, rows, R, row, E, FEW
     )
-    in_row = inside > MOST
+    in_row = inside > most
     length = tl.where(in_row, vocab, inside)
     base = tl.where(both | in_row, 0, below)
     weight_base = tl.where(both | in_row, 0, weight_below)
@@ -376,7 +376,7 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
         if by_count:
             cut, before, weight_before = _search(
                 logits, found, rows, R, row, top, scale, length, in_row, low, high, below, weight_below,
-                base, weight_base, top_k, True, MOST, BLOCK,
+                base, weight_base, top_k, most, True, BLOCK,
             )  # fmt: skip
             ties = top_k - before
             total = weight_before + ties * _weight(cut, scale)
@@ -388,7 +388,7 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
                 weight_below = weight_below * 0
             cut, before, weight_before = _search(
                 logits, found, rows, R, row, top, scale, length, in_row, low, cut, below, weight_below,
-                base, weight_base, needed, False, MOST, BLOCK,
+                base, weight_base, needed, most, False, BLOCK,
             )  # fmt: skip
             value = _weight(cut, scale)
             wanted = (needed - weight_before + value - 1) // tl.maximum(value, 1)
@@ -398,7 +398,7 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
         last = -1
         for start in range(0, length, BLOCK):
             keys, ids = _source(
-                logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, MOST
+                logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, most
             )
             equal = keys == cut
             rank = seen + tl.cumsum(equal.to(tl.int32), 0)
@@ -422,20 +422,20 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
         splits = tl.arange(0, S_PAD)
         outside = _below_of_splits(weights, first, second, row, splits, R, S, E)
         outside = tl.cumsum(tl.where(both, 0, outside), 0)
-        least = 0  # the split lies in least <= . <= most
-        most = S - 1
-        while least < most:
-            middle = (least + most) // 2
+        least = 0  # the split lies in least <= . <= greatest
+        greatest = S - 1
+        while least < greatest:
+            middle = (least + greatest) // 2
             passed = _pick(outside, splits, middle)
             for start in range(0, length, BLOCK):
                 keys, ids = _source(
-                    logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, MOST
+                    logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, most
                 )
                 kept = (keys < cut) | ((keys == cut) & (ids <= last))
                 kept = kept & (ids < (middle + 1) * CHUNK)
                 passed += tl.sum(tl.where(kept, _weight(keys, scale), 0), 0)
             if passed > target:
-                most = middle
+                greatest = middle
             else:
                 least = middle + 1
                 rest = target - passed
