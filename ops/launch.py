@@ -81,7 +81,9 @@ class _Kernel:
                 body = FunctionType(
                     self.fn.__code__, {**names, **seen}, self.fn.__name__, self.fn.__defaults__
                 )
-                self._made = triton.jit(update_wrapper(body, self.fn), **self._options)
+                update_wrapper(body, self.fn)
+                symbol = f"{self.fn.__module__.rpartition('.')[2]}{self.fn.__name__}"  # for profilers
+                self._made = triton.jit(body, repr=lambda _: symbol, **self._options)
             return self._made
 
     def _modules(self) -> Iterator[str]:
