@@ -23,13 +23,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.host_device import HostEngine, NoModel, config, request
 from benchmarks.record import Row, write_record
 from ostinato.runtime import engine_thread
 from ostinato.runtime.frames import FrameReader, FrameWriter
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.request_streams import StreamingClient
+from tests.support.no_gpu import HostEngine, NoModel, config, request
 from tests.support.toy_text import front_end
 
 BATCHES = (1, 32, 256)

@@ -245,7 +245,16 @@ class Engine:
         except Exception as error:  # a border, as in `_launch`
             return self._failed(step.plan, error)
         outcomes = self._scheduler.complete(step.plan, batch.tokens, batch.errors)
-        return [self._event(outcome, batch.logprobs) for outcome in outcomes]
+        logprobs, event = batch.logprobs, self._event
+        if logprobs:
+            return [event(outcome, logprobs) for outcome in outcomes]
+        return [
+            # in the middle of an answer there is a token and no other news
+            event(outcome)
+            if outcome.finish_reason is not None or outcome.index == 0
+            else TokenEvent(outcome.request_id, (outcome.token_id,))  # type: ignore[arg-type]  # see above
+            for outcome in outcomes
+        ]
 
     def _failed(self, plan: Plan, error: Exception) -> list[TokenEvent]:
         log.error(

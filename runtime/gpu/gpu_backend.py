@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import numpy as np
@@ -21,15 +22,15 @@ from torch import Tensor
 
 from ostinato.ops import take_pending
 from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.gpu.step_buffers import StepBuffers
-from ostinato.runtime.gpu.step_graphs import StepGraphs, bucket_shapes
+from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers
+from ostinato.runtime.gpu.step_graphs import Fit, StepGraphs, bucket_shapes
 from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenLogprob
 from ostinato.runtime.runner import KVPlane, Model, StepShape
 from ostinato.runtime.sampling.device_sampler import (
+    ChosenRows,
     DeviceSampler,
     ScoredRow,
     Scores,
-    StagedRow,
     sampling_error,
 )
 from ostinato.runtime.sampling.sampler import SampledBatch
@@ -56,12 +57,28 @@ class _Open:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # the first has none
 
 
-class _Row(NamedTuple):
-    """What a step does for one request: the row of logits that it samples, and the prompt rows it scores."""
+class _Rows(NamedTuple):
+    """What a step does for its requests. Decode steps of the same requests share one."""
 
-    request: _Open
-    entry: PlanEntry
-    place: int  # of the last row of the entry
+    names: tuple[str, ...]
+    requests: list[_Open]
+    slots: NDArray[np.int64]
+    places: list[int]  # row of logits of each request's last token
+    chosen: ChosenRows  # those that are sampled
+    has_scores: bool  # log-probabilities are asked for
+    shape: StepShape
+    openings: int  # `GpuBackend._openings` when this was made
+
+
+class _Output(NamedTuple):
+    """Where a step of R rows of logits leaves its results."""
+
+    tokens: Tensor  # int64 [R]
+    status: Tensor  # int32 [R]
+    on_device: Tensor  # both, as bytes
+    on_host: list[Tensor]  # the same, pinned
+    host_tokens: list[NDArray[np.int64]]
+    host_status: list[NDArray[np.int32]]
 
 
 class GpuBackend:
@@ -105,6 +122,9 @@ class GpuBackend:
         self._results = [torch.zeros(out_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_OUT)]
         self._events = [torch.cuda.Event() for _ in range(_NUM_OUT)]
         self._turn = 0
+        self._outputs: dict[int, _Output] = {}
+        self._openings = 0  # grows whenever a request comes or goes
+        self._decode_rows: _Rows | None = None  # of the newest decode step
         shapes = bucket_shapes(most, min(tokens, config.gpu.graph_tokens))
         self._graphs = StepGraphs(self._body, self._prepare, shapes, self.stream)
 
@@ -135,6 +155,7 @@ class GpuBackend:
 
         It takes memory of the device only when it runs for the first time.
         """
+        self._openings += 1
         sampling = request.sampling
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._open[request.request_id] = _Open(sampling, seed, tokens, len(request.prompt_token_ids))
@@ -142,6 +163,7 @@ class GpuBackend:
     def close(self, request_id: str) -> None:
         """A request has ended; unknown ids are ignored."""
         if self._open.pop(request_id, None) is not None:
+            self._openings += 1
             self._sampler.close(request_id)
 
     def prompt_logprobs(self, request_id: str) -> tuple[TokenLogprob | None, ...] | None:
@@ -151,32 +173,29 @@ class GpuBackend:
 
     def launch(self, plan: Plan) -> LaunchedStep:
         """Give the step to the stream and return at once."""
+        columns = tuple(zip(*plan.entries, strict=True))
         with torch.inference_mode():
             fit = self._graphs.fit(plan)
-            rows = self._rows(plan, every_wanted=fit.every_wanted)
-            host = self._buffers.host(fit.shape)
-            slots = {row.entry.request_id: row.request.slot for row in rows}
-            self._buffers.fill(plan, fit.shape, slots, host, every_wanted=fit.every_wanted)
-            sampled = [
-                StagedRow(row.place, row.request.slot, row.entry.output_index)
-                for row in rows
-                if row.entry.samples
-            ]
-            self._sampler.stage(host.samples.view(np.int64), sampled)
-            self._buffers.send(fit.shape)
+            shape = fit.shape
+            rows = self._rows(plan, columns, fit)
+            host = self._buffers.host(shape)
+            self._buffers.fill(plan, shape, rows.slots, host, every_wanted=fit.every_wanted, columns=columns)
+            self._sampler.stage_again(host.samples, rows.chosen, _sampled(columns[6], columns[4]))
+            self._buffers.send(shape)
             if fit.replay is None:
-                logits = self._body(fit.shape)
+                logits = self._body(shape)
             else:
                 fit.replay.graph.replay()
                 logits = fit.replay.logits
-            count = fit.shape.logit_rows
-            tokens, _ = self._outputs(count)
-            scores = self._sampler.after(logits, tokens, _scored(rows))
-            self._turn = (self._turn + 1) % _NUM_OUT
-            result, event = self._results[self._turn], self._events[self._turn]
-            result[: _OUT_BYTES * count].copy_(self._out[: _OUT_BYTES * count], non_blocking=True)
+            out = self._output(shape.logit_rows)
+            scores = None
+            if rows.has_scores:
+                scores = self._sampler.after(logits, out.tokens, _scored(plan.entries, rows))
+            turn = self._turn = (self._turn + 1) % _NUM_OUT
+            out.on_host[turn].copy_(out.on_device, non_blocking=True)
+            event = self._events[turn]
             event.record(self.stream)
-        return _Launched(plan, rows, count, result, event, scores)
+        return _Launched(plan, rows, out.host_tokens[turn], out.host_status[turn], event, scores)
 
     def idle(self) -> bool:
         """Capture one more shape. Nothing may be in flight."""
@@ -204,20 +223,33 @@ class GpuBackend:
         with torch.inference_mode():
             self._prepare(shape)
             logits = self._body(shape)
-            tokens, _ = self._outputs(shape.logit_rows)
+            tokens = self._output(shape.logit_rows).tokens
             self._sampler.after(logits, tokens, [ScoredRow(0, None, 5)])
+            self.stream.synchronize()  # before the next shape writes over the inputs of this one
 
-    def _outputs(self, count: int) -> tuple[Tensor, Tensor]:
-        tokens = self._out[: 8 * count].view(torch.int64)
-        return tokens, self._out[8 * count : _OUT_BYTES * count].view(torch.int32)
+    def _output(self, count: int) -> _Output:
+        found = self._outputs.get(count)
+        if found is None:
+            end = _OUT_BYTES * count
+            on_host = [result[:end] for result in self._results]
+            arrays = [pinned.numpy() for pinned in on_host]
+            found = self._outputs[count] = _Output(
+                self._out[: 8 * count].view(torch.int64),
+                self._out[8 * count : end].view(torch.int32),
+                self._out[:end],
+                on_host,
+                [array[: 8 * count].view(np.int64) for array in arrays],
+                [array[8 * count :].view(np.int32) for array in arrays],
+            )
+        return found
 
     def _body(self, shape: StepShape) -> Tensor:
         """All kernels of a step, in order; this is what a graph captures."""
         inputs, samples = self._buffers.inputs(shape)
         take_pending._launch(inputs.token_ids, self._last_tokens)
         logits = self._model(inputs, self._planes)
-        tokens, status = self._outputs(shape.logit_rows)
-        self._sampler.launch(logits, samples.view(torch.int64), tokens, status, self._last_tokens)
+        out = self._output(shape.logit_rows)
+        self._sampler.launch(logits, samples, out.tokens, out.status, self._last_tokens)
         return logits
 
     def rehearse_inputs(self, shape: StepShape, context: int) -> None:
@@ -244,22 +276,53 @@ class GpuBackend:
         self._buffers.clear_tables(shape.sequences)
         self._buffers.send(shape)
 
-    def _rows(self, plan: Plan, *, every_wanted: bool) -> list[_Row]:
-        rows, end = [], 0
-        for index, entry in enumerate(plan.entries):
-            end += entry.num_logit_rows
-            request = self._open[entry.request_id]
-            if request.slot < 0:
-                prompt = request.tokens[: request.prompt_tokens]
-                request.slot = self._sampler.open(entry.request_id, request.params, request.seed, prompt)
-            rows.append(_Row(request, entry, end - 1 if every_wanted else index))
+    def _rows(self, plan: Plan, columns: Columns, fit: Fit) -> _Rows:
+        """The rows of a plan; those of the last decode step where they are the same."""
+        names, samples, before = columns[0], columns[4], self._decode_rows
+        is_decode = len(names) == plan.num_tokens and False not in samples and not fit.every_wanted
+        wanted = (names, fit.shape, self._openings)
+        if is_decode and before is not None and (before.names, before.shape, before.openings) == wanted:
+            return before
+        requests = [self._opened(name) for name in names]
+        slots = np.array([request.slot for request in requests], np.int64)
+        places = list(range(len(names)))
+        if fit.every_wanted:
+            ends = accumulate(entry.num_logit_rows for entry in plan.entries)
+            places = [end - 1 for end in ends]
+        rows = _Rows(
+            names,
+            requests,
+            slots,
+            places,
+            self._sampler.choose(
+                fit.shape.logit_rows, _sampled(places, samples), _sampled(slots.tolist(), samples)
+            ),
+            fit.every_wanted or any(request.params.logprobs is not None for request in requests),
+            fit.shape,
+            self._openings,
+        )
+        if is_decode:
+            self._decode_rows = rows
         return rows
 
+    def _opened(self, name: str) -> _Open:
+        """A request with a slot."""
+        request = self._open[name]
+        if request.slot < 0:
+            prompt = request.tokens[: request.prompt_tokens]
+            request.slot = self._sampler.open(name, request.params, request.seed, prompt)
+        return request
 
-def _scored(rows: Sequence[_Row]) -> list[ScoredRow]:
+
+def _sampled(values: Sequence[int], samples: Sequence[bool]) -> Sequence[int]:
+    """The values of the entries that sample."""
+    return values if False not in samples else list(compress(values, samples))
+
+
+def _scored(entries: Sequence[PlanEntry], rows: _Rows) -> list[ScoredRow]:
     """Rows with log-probabilities: of the prompt, entry by entry, then the sampled one."""
     scored = []
-    for request, entry, place in rows:
+    for request, entry, place in zip(rows.requests, entries, rows.places, strict=True):
         prompt = entry.prompt_logit_rows
         if prompt:
             first = place + 1 - entry.num_logit_rows
@@ -277,24 +340,34 @@ class _Launched:
     def __init__(
         self,
         plan: Plan,
-        rows: Sequence[_Row],
-        count: int,
-        out: Tensor,
+        rows: _Rows,
+        tokens: NDArray[np.int64],
+        status: NDArray[np.int32],
         event: torch.cuda.Event,
         scores: Scores | None,
     ) -> None:
         self.plan = plan
-        self._rows, self._count, self._out, self._event, self._scores = rows, count, out, event, scores
+        self._rows, self._tokens, self._status, self._event, self._scores = (
+            rows,
+            tokens,
+            status,
+            event,
+            scores,
+        )
 
     def result(self) -> SampledBatch:
         """Wait for the tokens; raises what went wrong on the device."""
         self._event.synchronize()
-        out: NDArray[np.uint8] = self._out.numpy()
-        tokens = out[: 8 * self._count].view(np.int64).tolist()
-        status = out[8 * self._count : _OUT_BYTES * self._count].view(np.int32).tolist()
+        tokens, rows = self._tokens.tolist(), self._rows
+        if self._scores is None and not self._status.any():  # the rows of those that do not sample are OK
+            places = rows.places
+            if len(tokens) != len(places):
+                tokens = [tokens[place] for place in places]
+            return SampledBatch(dict(zip(rows.names, tokens, strict=True)))
+        status = self._status.tolist()
         batch = SampledBatch()
         records = iter(self._scores.result() if self._scores is not None else ())
-        for request, entry, place in self._rows:
+        for request, entry, place in zip(rows.requests, self.plan.entries, rows.places, strict=True):
             name = entry.request_id
             for _ in entry.prompt_logit_rows:
                 record = next(records)

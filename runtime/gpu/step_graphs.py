@@ -83,7 +83,9 @@ class StepGraphs:
     def fit(self, plan: Plan) -> Fit:
         """Where a plan runs. That it is not replayed is counted in `eager`, by reason."""
         count = len(plan.entries)
-        if any(entry.prompt_logit_rows for entry in plan.entries):
+        # one token each, and all sampled: the common step, told without looking at each entry's rows
+        is_plain = plan.num_tokens == count and all(entry.samples for entry in plan.entries)
+        if not is_plain and any(entry.scores_prompt for entry in plan.entries):
             self.eager["prompt_logprobs"] += 1
             rows = sum(entry.num_logit_rows for entry in plan.entries)
             return Fit(StepShape(plan.num_tokens, count, rows), None, True)

@@ -27,9 +27,10 @@ from ostinato.ops.sample_rows import GREEDY, LAYOUT, RANDOM, WORDS, limit_of, ro
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.logprobs import FLOOR
 from ostinato.runtime.sampling.sampler import GREEDY_BELOW, NONE_ALLOWED, bad_logits
-from ostinato.runtime.sampling.sampling_rng import seed_bits, vector_bits
+from ostinato.runtime.sampling.sampling_rng import bits_at, seed_bits, vector_bits
 
 Ints = NDArray[np.int64]
+_FEW = 8  # rows up to which Python's integers are faster than numpy's calls
 
 
 class StagedRow(NamedTuple):
@@ -38,6 +39,18 @@ class StagedRow(NamedTuple):
     place: int
     slot: int
     position: int
+
+
+class ChosenRows(NamedTuple):
+    """Rows of logits that are sampled, with all that does not change from step to step. See `choose`."""
+
+    words: Ints  # [WORDS * R], without random bits and early bias
+    place: Ints
+    slot: Ints
+    seeds: NDArray[np.uint64]
+    min_tokens: Ints
+    last_early: int  # from this position on no row has an early bias
+    is_front: bool  # place is 0, 1, 2, ...
 
 
 class ScoredRow(NamedTuple):
@@ -161,22 +174,58 @@ class DeviceSampler:
         """Length of the int64 buffer that `stage` fills for R rows of logits."""
         return WORDS * num_rows
 
-    def stage(self, words: Ints, rows: Sequence[StagedRow]) -> None:
-        """Write the parameters of a step into its host buffer, int64 [staged_words(R)].
+    def choose(self, num_rows: int, places: Sequence[int], slots: Sequence[int]) -> ChosenRows:
+        """The rows, out of R, that are sampled; good for all steps in which these requests have these rows.
 
-        Rows of logits that are not named sample nothing. Cost: about 30 numpy calls, whatever the rows.
+        Valid while none of the requests is closed. Cost: about 30 numpy calls, whatever the rows.
         """
-        words.fill(0)
-        if not rows:
-            return
-        table: Ints = np.array(rows, np.int64)
-        place, slot, position = table.T
+        words: Ints = np.zeros(self.staged_words(num_rows), np.int64)
+        place: Ints = np.array(places, np.int64)
+        slot: Ints = np.array(slots, np.int64)
         fields = row_fields(words)
         for name, values in self._fields.items():
             fields[name][place] = values[slot]
-        is_early = position < self._min_tokens[slot]
-        fields["bias"][place[is_early]] = self._early_bias[slot[is_early]]
-        fields["random_bits"][place] = vector_bits(self._seeds[slot], position).view(np.int64)
+        min_tokens = self._min_tokens[slot]
+        return ChosenRows(
+            words,
+            place,
+            slot,
+            self._seeds[slot],
+            min_tokens,
+            int(min_tokens.max(initial=0)),
+            is_front=list(places) == list(range(len(places))),
+        )
+
+    def stage_again(self, words: Ints, rows: ChosenRows, positions: Sequence[int]) -> None:
+        """`stage` for rows that were chosen before; `positions`: of each, the token's index in its answer."""
+        words[:] = rows.words
+        count = len(positions)
+        if count <= _FEW:  # python is faster than ten numpy calls
+            for place, seed, position in zip(
+                rows.place.tolist(), rows.seeds.tolist(), positions, strict=True
+            ):
+                words[place] = bits_at(seed, position)
+            if min(positions, default=0) >= rows.last_early:
+                return
+        else:
+            position_R: Ints = np.array(positions, np.int64)
+            random = vector_bits(rows.seeds, position_R).view(np.int64)
+            if rows.is_front:
+                words[:count] = random
+            else:
+                words[rows.place] = random
+            if int(position_R.min()) >= rows.last_early:
+                return
+        is_early = np.array(positions, np.int64) < rows.min_tokens
+        row_fields(words)["bias"][rows.place[is_early]] = self._early_bias[rows.slot[is_early]]
+
+    def stage(self, words: Ints, rows: Sequence[StagedRow]) -> None:
+        """Write the parameters of a step into its host buffer, int64 [staged_words(R)].
+
+        Rows of logits that are not named sample nothing.
+        """
+        chosen = self.choose(len(words) // WORDS, [row.place for row in rows], [row.slot for row in rows])
+        self.stage_again(words, chosen, [row.position for row in rows])
 
     def launch(
         self, logits_RV: Tensor, rows: Tensor, tokens_R: Tensor, status_R: Tensor, last_tokens: Tensor

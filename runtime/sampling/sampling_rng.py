@@ -43,6 +43,12 @@ def vector_bits(seeds: NDArray[np.uint64], positions: NDArray[np.integer[Any]]) 
     return value >> np.uint64(11) << np.uint64(11)
 
 
+def bits_at(seed: int, position: int) -> int:
+    """`vector_bits` of one pair, as the signed integer of the same bits."""
+    value = mix64(seed + (position + 1) * _GAMMA) >> 11 << 11
+    return value - (value >> 63 << 64)
+
+
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1), a multiple of 2**-53."""
     return (random_bits(seed, position) >> 11) * 2.0**-53

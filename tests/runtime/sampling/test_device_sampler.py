@@ -13,7 +13,7 @@ from ostinato.runtime.messages import SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.device_sampler import DeviceSampler, ScoredRow, StagedRow, sampling_error
 from ostinato.runtime.sampling.logprobs import token_logprobs
 from ostinato.runtime.sampling.sampler import Sampler, SampleRow
-from ostinato.runtime.sampling.sampling_rng import random_bits, seed_bits, uniform, vector_bits
+from ostinato.runtime.sampling.sampling_rng import bits_at, random_bits, seed_bits, uniform, vector_bits
 from tests.support.sampling_rows import settings
 
 VOCAB, EOS = 40, frozenset({3})
@@ -178,3 +178,27 @@ def test_a_request_is_opened_once_and_only_while_a_slot_is_free() -> None:
         sampler.open("r", SamplingParams(), 0, PROMPT)
     with pytest.raises(EngineError, match="all 1 slots are taken"):
         sampler.open("s", SamplingParams(), 0, PROMPT)
+
+
+@pytest.mark.parametrize("size", [1, 4, 11, 30])
+def test_rows_that_are_chosen_once_are_staged_as_if_they_were_new(size: int) -> None:
+    draw = np.random.default_rng(size)
+    sampler = DeviceSampler(VOCAB, EOS, size, torch.device("cpu"))
+    slots = [
+        sampler.open(f"r{at}", settings(**ADJUSTED[at % len(ADJUSTED)]), 50 + at, PROMPT)
+        for at in draw.permutation(size).tolist()
+    ]
+    for places in (list(range(size)), draw.permutation(size + 3)[:size].tolist()):
+        chosen = sampler.choose(size + 3, places, slots)
+        for _ in range(4):
+            positions = draw.integers(0, 5, size).tolist()
+            words, again = (np.full(sampler.staged_words(size + 3), -1, np.int64) for _ in range(2))
+            sampler.stage(words, [StagedRow(*row) for row in zip(places, slots, positions, strict=True)])
+            sampler.stage_again(again, chosen, positions)
+            assert again.tolist() == words.tolist()
+            biases = row_fields(words)["bias"]
+            for place, slot, position in zip(places, slots, positions, strict=True):
+                early = position < sampler._min_tokens[slot]
+                wanted = sampler._early_bias[slot] if early else sampler._fields["bias"][slot]
+                assert biases[place] == wanted
+                assert row_fields(words)["random_bits"][place] == bits_at(int(sampler._seeds[slot]), position)

@@ -2,7 +2,11 @@
 
 from statistics import fmean
 
-from ostinato.runtime.sampling.sampling_rng import mix64, random_bits, uniform
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.runtime.sampling.sampling_rng import bits_at, mix64, random_bits, uniform, vector_bits
 
 GAMMA = 0x9E3779B97F4A7C15
 
@@ -43,3 +47,9 @@ def test_neighbouring_seeds_and_positions_are_uncorrelated():
             for k in range(10_000)
         ]
         assert abs(fmean(products)) < 5 / 12 / 100  # 5 sigma: the product's deviation is 1/12
+
+
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40))
+def test_bits_of_one_pair_are_those_of_the_vector(seed, position):
+    vector = vector_bits(np.array([seed], np.uint64), np.array([position], np.int64))
+    assert bits_at(seed, position) == vector.view(np.int64)[0]

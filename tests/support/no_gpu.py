@@ -64,7 +64,7 @@ class _NoEvent:
         pass
 
 
-class _NoDevice(GpuBackend):
+class NoGpuBackend(GpuBackend):
     """`GpuBackend` with CPU memory; every shape counts as captured."""
 
     def __init__(self, model: NoModel, planes: Sequence[Tensor], config: EngineConfig, window: int) -> None:
@@ -83,14 +83,15 @@ class _NoDevice(GpuBackend):
         graphs._waiting.clear()
 
     def _replay(self, shape: StepShape) -> Replay:
-        tokens, status = (part.numpy() for part in self._outputs(shape.logit_rows))
+        out = self._output(shape.logit_rows)
+        tokens, status = out.tokens.numpy(), out.status.numpy()
 
         def replay() -> None:
             tokens.fill(TOKEN)
             status.fill(0)
 
         graph = cast("torch.cuda.CUDAGraph", SimpleNamespace(replay=replay))
-        return Replay(graph, torch.zeros(shape.logit_rows, 1))
+        return Replay(graph, torch.zeros(shape.logit_rows, FACTS.vocab_size))
 
     def _body(self, shape: StepShape) -> Tensor:
         replay = self._replay(shape)
@@ -107,7 +108,7 @@ class HostEngine(Engine):
     """The engine on the device that does nothing."""
 
     def _make_backend(self, model: Any, window: int, stream: torch.cuda.Stream | None) -> StepBackend:
-        return _NoDevice(model, self._memory.planes(), self._config, window)
+        return NoGpuBackend(model, self._memory.planes(), self._config, window)
 
 
 def config() -> EngineConfig:
@@ -120,8 +121,9 @@ def config() -> EngineConfig:
     )
 
 
-def request(name: str, max_tokens: int, **sampling: Any) -> GenerateRequest:
-    """A prompt of 64 tokens."""
+def request(name: str, max_tokens: int, *, prompt: int = 64, **sampling: Any) -> GenerateRequest:
+    """A prompt of so many tokens."""
     params = {"temperature": 1.0, "seed": 1, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
-    prompt = tuple(3 + (at * 7 + hash(name)) % 300 for at in range(64))
-    return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(**params))
+    seed = sum(name.encode())
+    ids = tuple(3 + (at * 7 + seed) % 300 for at in range(prompt))
+    return GenerateRequest(request_id=name, prompt_token_ids=ids, sampling=SamplingParams(**params))
