@@ -11,6 +11,8 @@ EngineError
 │   ├── ModelNotFound    the request names a model that is not served
 │   ├── Overloaded       the queue is full; try again later
 │   └── RequestAborted   the request was cancelled
+├── SleepRefused         the engine cannot sleep now; nothing was given back
+├── WakeFailed           the engine sleeps on: no memory, or the weights cannot be had again
 ├── OutOfBlocks          the KV pool cannot give another block (never reaches a client)
 └── EngineDead           the engine process has ended; no request can be served
 """
@@ -67,6 +69,14 @@ class Overloaded(RequestError):
 
 class RequestAborted(RequestError):
     """The request was cancelled by its client or by an operator."""
+
+
+class SleepRefused(EngineError):
+    """The engine cannot sleep now; nothing was given back."""
+
+
+class WakeFailed(EngineError):
+    """The engine sleeps on: there is no memory, or the weights cannot be had again."""
 
 
 class OutOfBlocks(EngineError):

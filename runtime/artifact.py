@@ -16,7 +16,7 @@ import json
 import logging
 import platform
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,8 @@ from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.program import Bound, Program, bind
-from ostinato.runtime.weight_pack import load_packed
+from ostinato.runtime.sleeping_weights import MappedWeights
+from ostinato.runtime.weight_pack import load_packed, map_packed
 from ostinato.section import Section
 
 if TYPE_CHECKING:
@@ -140,8 +141,15 @@ class LoadedModel:
 
     device = torch.device("cpu")
 
-    def __init__(self, folder: Path, manifest: Manifest, run: Bound, start_team: Callable[[], None]) -> None:
-        self.folder, self.manifest, self._run = folder, manifest, run
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        run: Bound,
+        start_team: Callable[[], None],
+        weights: MappedWeights,
+    ) -> None:
+        self.folder, self.manifest, self._run, self.weights = folder, manifest, run, weights
         self.facts = manifest.facts
         self.start_team = start_team
 
@@ -261,7 +269,9 @@ def load_artifact(
         from ostinato.runtime.gpu.gpu_model import load_gpu  # needs what only a GPU machine has
 
         return load_gpu(folder, manifest, torch.device("cuda", torch.cuda.current_device()))
-    return LoadedModel(folder, manifest, *bind_files(folder, manifest.plans))
+    packed = map_packed(folder / WEIGHTS)
+    weights = MappedWeights(packed.memory, str(folder / WEIGHTS), manifest.files[WEIGHTS].digest)
+    return LoadedModel(folder, manifest, *bind_files(folder, manifest.plans, packed.tensors), weights)
 
 
 def compile_options(config: EngineConfig) -> dict[str, Any]:
@@ -288,13 +298,18 @@ def settings_too_late(manifest: Manifest, config: EngineConfig) -> list[str]:
     ]
 
 
-def bind_files(folder: Path, plans: Sequence[PlanRecord]) -> tuple[Bound, Callable[[], None]]:
+def bind_files(
+    folder: Path, plans: Sequence[PlanRecord], weights: Mapping[str, Tensor] | None = None
+) -> tuple[Bound, Callable[[], None]]:
     """What runs a step by the plan for its size, and what starts the threads of the kernels.
 
-    All programs share weights and kernels. The manifest of the folder need not be written yet.
+    All programs share weights (None: those of the folder) and kernels. The manifest of the folder need not be
+    written yet.
     """
     library = native.load(folder / "kernels.so")
-    weights, kernels = load_packed(folder / WEIGHTS), native.bind(library)
+    kernels = native.bind(library)
+    if weights is None:
+        weights = load_packed(folder / WEIGHTS)
     runs = [
         bind(read_program(folder / plan.program), weights, native=kernels, device=torch.device("cpu"))
         for plan in plans

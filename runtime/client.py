@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from ostinato.runtime.messages import EngineInfo, EngineStats, GenerateRequest, TokenEvent
+from ostinato.runtime.messages import EngineInfo, EngineState, EngineStats, GenerateRequest, TokenEvent
 
 
 class EngineClient(Protocol):
@@ -36,11 +36,20 @@ class EngineClient(Protocol):
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel; unknown ids are ignored."""
 
-    async def set_kv_target(self, target_bytes: int | None) -> None:
+    async def set_kv_target(self, target_bytes: int | None) -> EngineState:
         """Have at most so many bytes of KV memory, as soon as requests let go; None: what the settings allow.
 
-        Raises EngineDead.
+        Raises InvalidRequest, EngineDead.
         """
+
+    async def sleep(self, level: int) -> EngineState:
+        """Give memory back until `wake`: see runtime/sleep.py.
+
+        Raises InvalidRequest, SleepRefused, EngineDead.
+        """
+
+    async def wake(self) -> EngineState:
+        """Undo `sleep`. Raises WakeFailed (it sleeps on), EngineDead."""
 
     async def close(self) -> None:
         """Abort what still runs, stop the engine, free its memory. Safe to call twice."""

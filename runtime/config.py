@@ -72,6 +72,11 @@ class ServerConfig(Section):
     api_key: str = Field(
         "", description="required as Bearer token when set; better given as OSTINATO_API_KEY"
     )
+    admin_key: str = Field(
+        "",
+        description="Bearer token of the /admin routes, which do not exist without; better given as "
+        "OSTINATO_ADMIN_KEY",
+    )
     served_name: str = Field("", description="model name that clients use; empty: the artifact's own")
     max_body_mib: float = Field(32.0, gt=0, allow_inf_nan=False, description="largest request body, MiB")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish on shutdown")

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, Self
 
 import torch
 
-from ostinato.errors import ConfigError, ContextTooLong, Overloaded, RequestError
+from ostinato.errors import ConfigError, ContextTooLong, EngineError, Overloaded, RequestError
 from ostinato.graph.facts import ModelFacts
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.frames import Events, Message
@@ -26,11 +26,16 @@ from ostinato.runtime.kv_memory import make_kv_memory
 from ostinato.runtime.memory.block_copy import copy_blocks
 from ostinato.runtime.messages import (
     Abort,
+    Call,
+    CallDone,
     EngineInfo,
+    EngineState,
     EngineStats,
+    GenerateRequest,
     KVTarget,
     Order,
     Refused,
+    Sleep,
     TokenEvent,
     TokenLogprob,
 )
@@ -38,6 +43,7 @@ from ostinato.runtime.request_check import check_request
 from ostinato.runtime.runner import Model
 from ostinato.runtime.scheduling.plan import Outcome, Plan
 from ostinato.runtime.scheduling.scheduler import Scheduler
+from ostinato.runtime.sleep import Sleeper
 from ostinato.runtime.step_backend import CpuBackend, LaunchedStep, StepBackend
 
 log = logging.getLogger(__name__)
@@ -108,6 +114,8 @@ class Engine:
             frozenset(facts.eos_token_ids),
             max_in_flight=self._backend.max_in_flight,
         )
+        self._sleeper = Sleeper(model.weights, self._memory, self._sizer, self._scheduler)
+        self._kv_target_bytes: int | None = None
         self._stats_at = clock()
 
     def __enter__(self) -> Self:
@@ -152,7 +160,7 @@ class Engine:
                 news.append(self.stats())
             if news:
                 outlet.send(news)
-            if not self._scheduler.has_work:
+            if not self._scheduler.has_work or self._sleeper.level:
                 self._rest(outlet)
 
     def step(self) -> list[Message]:
@@ -162,14 +170,14 @@ class Engine:
         if self._sizer.wants_quiet and not self._in_flight:
             self._sizer.cut(self._move_blocks)
         plan = None
-        if not self._sizer.wants_quiet:
+        if not self._sizer.wants_quiet and not self._sleeper.level:
             plan = self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
         events += [self._event(outcome) for outcome in self._scheduler.take_ended()]
         if plan is not None:
             events += self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) >= self._backend.max_in_flight):
             events += self._settle(self._in_flight.popleft())
-        elif plan is None and self._scheduler.has_work and not events:
+        elif plan is None and self._scheduler.has_work and not events and not self._sleeper.level:
             self.inbox.wait(WAIT_FOR_MEMORY_S)
         return [*refusals, Events(events=tuple(events))] if events else [*refusals]
 
@@ -191,6 +199,9 @@ class Engine:
             blocks_committed=blocks.committed,
             blocks_capacity=blocks.capacity,
             kv_bytes_committed=self._sizer.physical_bytes,
+            graph_replays=self._backend.graph_replays,
+            eager_steps=dict(self._backend.eager_steps()),
+            asleep=self._sleeper.level,
         )
 
     def check(self) -> None:
@@ -207,8 +218,10 @@ class Engine:
         refusals: list[Message] = []
         events: list[TokenEvent] = []
         for message in mail:
-            if isinstance(message, KVTarget):
-                self._sizer.set_target(message.target_bytes)
+            if not isinstance(message, GenerateRequest | Abort):
+                done, settled = self._answer(message)
+                refusals.append(done)
+                events += settled
                 continue
             if isinstance(message, Abort):
                 for name in message.request_ids:
@@ -223,6 +236,32 @@ class Engine:
             except RequestError as error:
                 refusals.append(_refusal(message.request_id, error))
         return refusals, events
+
+    def _answer(self, call: Call) -> tuple[CallDone, list[TokenEvent]]:
+        """Do what a call asks for. Steps in flight are settled before sleep, never after."""
+        began, events = self._clock(), []
+        try:
+            match call:
+                case KVTarget(target_bytes=target):
+                    self._sizer.set_target(target)
+                    self._kv_target_bytes = target
+                case Sleep(level=level):
+                    self._sleeper.check(level)
+                    events = [event for step in self._drain() for event in self._settle(step)]
+                    self._sleeper.sleep(level)
+                case _:
+                    self._sleeper.wake()
+        except EngineError as error:
+            log.warning("%s", error)
+            return CallDone(call_id=call.call_id, error=str(error), kind=type(error).__name__), events
+        state = EngineState(
+            asleep=self._sleeper.level,
+            kv_bytes=self._sizer.physical_bytes,
+            kv_target_bytes=self._kv_target_bytes,
+            weights_bytes=self._sleeper.weights_bytes,
+            seconds=self._clock() - began,
+        )
+        return CallDone(call_id=call.call_id, state=state), events
 
     def _launch(self, plan: Plan) -> list[TokenEvent]:
         """Give a plan to the device. One that raises ends its own requests only."""
@@ -292,6 +331,9 @@ class Engine:
         """Say so, check the books, give memory back after a while, sleep until there is mail."""
         outlet.send([self.stats()])
         outlet.idle()
+        if self._sleeper.level:
+            self.inbox.wait(None)
+            return
         while self._backend.idle():
             if self.inbox.wait(0):
                 return

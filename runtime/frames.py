@@ -18,13 +18,17 @@ from ostinato.errors import EngineDead
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.messages import (
     Abort,
+    CallDone,
     EngineInfo,
     EngineStats,
     Fatal,
     GenerateRequest,
     KVTarget,
+    Order,
     Refused,
+    Sleep,
     TokenEvent,
+    Wake,
 )
 from ostinato.section import Section
 
@@ -45,7 +49,7 @@ class Events(Section):
     events: tuple[TokenEvent, ...]
 
 
-Message = Start | GenerateRequest | Abort | EngineInfo | EngineStats | Events | Refused | Fatal | KVTarget
+Message = Start | Order | EngineInfo | EngineStats | Events | Refused | CallDone | Fatal
 KINDS: tuple[type[Message], ...] = (
     Start,
     GenerateRequest,
@@ -56,6 +60,9 @@ KINDS: tuple[type[Message], ...] = (
     Refused,
     Fatal,
     KVTarget,
+    Sleep,
+    Wake,
+    CallDone,
 )
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 

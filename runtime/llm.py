@@ -30,7 +30,7 @@ from ostinato.runtime.llm_arguments import (
     read_template_kwargs,
 )
 from ostinato.runtime.llm_session import Input, Session
-from ostinato.runtime.messages import EngineInfo, EngineStats, SamplingParams
+from ostinato.runtime.messages import EngineInfo, EngineState, EngineStats, SamplingParams
 from ostinato.runtime.openmp_spin import shorten_spin
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 from ostinato.runtime.text import TextFrontEnd
@@ -127,6 +127,26 @@ class LLM:
     def text(self) -> TextFrontEnd:
         """Tokenizer and chat template."""
         return self._session.text
+
+    def sleep(self, level: int = 1) -> EngineState:
+        """Give the memory of weights and KV back until `wake`, and say what is held then.
+
+        Level 1 keeps the weights in host memory, level 2 reads them from the artifact again. Requests wait
+        meanwhile; the prefix cache is emptied. Raises InvalidRequest, SleepRefused, EngineDead.
+        """
+        return self._session.run(self._session.client.sleep(level))
+
+    def wake(self) -> EngineState:
+        """Have the memory again, the weights verified. Raises WakeFailed (it sleeps on), EngineDead."""
+        return self._session.run(self._session.client.wake())
+
+    def set_kv_target(self, target_bytes: int | None) -> EngineState:
+        """Have at most so many bytes of KV memory, from now on; None: what the settings allow.
+
+        Blocks in use stay until their requests end, so the state returned may show more.
+        Raises InvalidRequest, EngineDead.
+        """
+        return self._session.run(self._session.client.set_kv_target(target_bytes))
 
     def generate(
         self,

@@ -103,6 +103,9 @@ class EngineStats(Section):
     blocks_committed: int = 0
     blocks_capacity: int = 0
     kv_bytes_committed: int = 0
+    graph_replays: int = 0  # steps that were a captured CUDA graph
+    eager_steps: dict[str, int] = Field(default_factory=dict)  # steps of a GPU without one, by reason
+    asleep: int = 0  # level of sleep; 0: awake
 
 
 class EngineInfo(Section):
@@ -128,10 +131,44 @@ class Abort(Section):
 class KVTarget(Section):
     """Have at most so many bytes of KV memory from now on; None: what the settings allow."""
 
+    call_id: int
     target_bytes: int | None = Field(None, ge=0)
 
 
-Order = GenerateRequest | Abort | KVTarget  # all that a front end says to a running engine
+class Sleep(Section):
+    """Give memory back until `Wake`. Running requests are preempted, new ones wait in the queue."""
+
+    call_id: int
+    level: int = Field(ge=1, le=2, description="1: weights are kept in host memory; 2: they are read again")
+
+
+class Wake(Section):
+    """Have the memory again, with the weights that were there before, and an empty prefix cache."""
+
+    call_id: int
+
+
+Call = KVTarget | Sleep | Wake  # each is answered by one `CallDone`
+Order = GenerateRequest | Abort | Call  # all that a front end says to a running engine
+
+
+class EngineState(Section):
+    """What the memory of an engine is used for, after a call."""
+
+    asleep: int = Field(0, description="level of sleep; 0: awake")
+    kv_bytes: int = Field(0, description="KV memory that is really held")
+    kv_target_bytes: int | None = Field(None, description="most that it may become; None: see settings")
+    weights_bytes: int = Field(0, description="weights on the device (on a CPU: mapped)")
+    seconds: float = Field(0.0, description="what the call took")
+
+
+class CallDone(Section):
+    """The answer to a call: the state after it, or why it changed nothing."""
+
+    call_id: int
+    state: EngineState | None = None
+    error: str = ""
+    kind: str = ""  # class of errors.py that the caller raises
 
 
 class Fatal(Section):

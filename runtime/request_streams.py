@@ -6,20 +6,26 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import count
 
 from ostinato import errors
 from ostinato.errors import EngineDead, EngineError, InvalidRequest
 from ostinato.runtime.frames import Events, Message
 from ostinato.runtime.messages import (
     Abort,
+    Call,
+    CallDone,
     EngineInfo,
+    EngineState,
     EngineStats,
     Fatal,
     GenerateRequest,
     KVTarget,
     Order,
     Refused,
+    Sleep,
     TokenEvent,
+    Wake,
 )
 from ostinato.runtime.request_check import check_request
 
@@ -34,6 +40,8 @@ class StreamingClient(ABC):
         self._clock = clock
         self._queues: dict[str, asyncio.Queue[TokenEvent | EngineError]] = {}
         self._ending: set[str] = set()  # closed by their reader; the engine's last event is still to come
+        self._calls: dict[int, asyncio.Future[EngineState]] = {}
+        self._call_ids = count(1)
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._dead: EngineDead | None = None
@@ -57,9 +65,11 @@ class StreamingClient(ABC):
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds without any news while requests are open; 0.0 when none is. Raises EngineDead."""
+        """Seconds without any news while requests are open; 0.0 if none is, or asleep. Raises EngineDead."""
         if self._dead is not None:
             raise EngineDead(str(self._dead))
+        if self._stats.asleep:
+            return 0.0
         return self._clock() - self._progress_at if self._queues or self._ending else 0.0
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
@@ -100,11 +110,42 @@ class StreamingClient(ABC):
         if known and self._dead is None:
             self._post(Abort(request_ids=known))
 
-    async def set_kv_target(self, target_bytes: int | None) -> None:
-        """Have at most so many bytes of KV memory; None: what the settings allow. Raises EngineDead."""
+    async def set_kv_target(self, target_bytes: int | None) -> EngineState:
+        """Have at most so many bytes of KV memory; None: what the settings allow.
+
+        Raises InvalidRequest, EngineDead.
+        """
+        if target_bytes is not None and target_bytes < 0:
+            raise InvalidRequest(
+                f"target_bytes={target_bytes}: must not be negative; None takes the target away",
+                param="target_bytes",
+            )
+        return await self._call(KVTarget(call_id=next(self._call_ids), target_bytes=target_bytes))
+
+    async def sleep(self, level: int) -> EngineState:
+        """Give memory back until `wake`. Raises InvalidRequest, SleepRefused, EngineDead."""
+        if level not in (1, 2):
+            raise InvalidRequest(
+                f"level={level!r}: must be 1 (weights are kept in host memory) or 2 (they are read again)",
+                param="level",
+            )
+        return await self._call(Sleep(call_id=next(self._call_ids), level=level))
+
+    async def wake(self) -> EngineState:
+        """Undo `sleep`. Raises WakeFailed (it sleeps on), EngineDead."""
+        return await self._call(Wake(call_id=next(self._call_ids)))
+
+    async def _call(self, call: Call) -> EngineState:
+        """Send and wait for the answer. Who stops waiting does not stop the engine from doing it."""
         if self._dead is not None:
             raise EngineDead(str(self._dead))
-        self._post(KVTarget(target_bytes=target_bytes))
+        answer: asyncio.Future[EngineState] = asyncio.get_running_loop().create_future()
+        self._calls[call.call_id] = answer
+        try:
+            self._post(call)
+            return await answer
+        finally:
+            del self._calls[call.call_id]
 
     def _deliver(self, messages: Iterable[Message]) -> None:
         """Hand news from the engine to their readers. Runs in the loop's thread."""
@@ -118,10 +159,23 @@ class StreamingClient(ABC):
                     self._put(message.request_id, refused, is_last=True)
                 case EngineStats():
                     self._stats = message
+                case CallDone():
+                    self._settle_call(message)
                 case EngineInfo():
                     self._info = message
                 case Fatal():
                     self._die(EngineDead(message.error))
+
+    def _settle_call(self, done: CallDone) -> None:
+        if done.state is not None:
+            self._stats = self._stats.model_copy(update={"asleep": done.state.asleep})
+        answer = self._calls.get(done.call_id)
+        if answer is None or answer.done():  # nobody waits any more
+            return
+        if done.state is not None:
+            answer.set_result(done.state)
+        else:
+            answer.set_exception(getattr(errors, done.kind, EngineError)(done.error))
 
     def _route(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
@@ -140,5 +194,8 @@ class StreamingClient(ABC):
             self._dead = reason
         for queue in self._queues.values():
             queue.put_nowait(EngineDead(str(self._dead)))
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(str(self._dead)))
         self._queues.clear()
         self._ending.clear()

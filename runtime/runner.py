@@ -18,6 +18,7 @@ from torch import Tensor
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.scheduling.plan import Plan, PlanEntry
+from ostinato.runtime.sleeping_weights import Weights
 
 Ints = NDArray[np.integer[Any]]  # int32 or int64, as ops/step_inputs.py says
 
@@ -28,6 +29,11 @@ class Model(Protocol):
     facts: ModelFacts
     folder: Path
     device: torch.device
+
+    @property
+    def weights(self) -> Weights:
+        """Who holds the memory of its weights."""
+        ...
 
     def start_team(self) -> None:
         """Start the compute threads of its kernels, if they have their own, for the caller to bind."""

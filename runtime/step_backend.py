@@ -60,6 +60,11 @@ class StepBackend(Protocol):
         """Do a little of what was put off at start; False: nothing is left to do."""
         ...
 
+    @property
+    def graph_replays(self) -> int:
+        """Steps that were a captured graph."""
+        ...
+
     def eager_steps(self) -> Mapping[str, int]:
         """Steps that ran without a captured graph, by reason."""
         ...
@@ -73,6 +78,7 @@ class CpuBackend:
     """Computes a step where it is launched."""
 
     max_in_flight = 1
+    graph_replays = 0
 
     def __init__(
         self,

@@ -142,6 +142,18 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def load_packed(path: Path) -> dict[str, Tensor]:
+    """All packed tensors by name: see `map_packed`."""
+    return map_packed(path).tensors
+
+
+class MappedPack(NamedTuple):
+    """A packed file in memory."""
+
+    memory: mmap.mmap
+    tensors: dict[str, Tensor]
+
+
+def map_packed(path: Path) -> MappedPack:
     """All packed tensors by name: views of a read-only mapping of the file.
 
     Nothing is read until it is used; writing to one crashes. Once in the page cache, a mapping is as fast as
@@ -154,7 +166,8 @@ def load_packed(path: Path) -> dict[str, Tensor]:
         raise ArtifactError(f"{error}; or compile the model again") from error
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return {name: _view(memory, place) for name, place in places.items() if not name.startswith(PAD)}
+    views = {name: _view(memory, place) for name, place in places.items() if not name.startswith(PAD)}
+    return MappedPack(memory, views)
 
 
 def _view(memory: mmap.mmap, place: TensorPlace) -> Tensor:

@@ -15,7 +15,8 @@ from ostinato.errors import ConfigError
 from ostinato.runtime.config import EngineConfig, read_settings
 from ostinato.section import Section
 
-API_KEY_VARIABLE = "OSTINATO_API_KEY"
+SECRETS = {"server.api_key": "OSTINATO_API_KEY", "server.admin_key": "OSTINATO_ADMIN_KEY"}
+"""Settings that are never shown, and the environment variables that give them out of sight of `ps`."""
 
 
 def user_path(text: str) -> Path:
@@ -62,8 +63,9 @@ def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] | None
     """defaults < environment (secrets only) < --config file < flags. ConfigError names the setting."""
     environ = os.environ if environ is None else environ
     tree: dict[str, Any] = {}
-    if key := environ.get(API_KEY_VARIABLE):
-        _put(tree, "server.api_key", key)
+    for setting, variable in SECRETS.items():
+        if key := environ.get(variable):
+            _put(tree, setting, key)
     if arguments.config:
         _merge(tree, _read_toml(arguments.config))
     known = dict(settings())
@@ -76,14 +78,14 @@ def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] | None
 
 
 def changed(config: EngineConfig) -> dict[str, Any]:
-    """Settings that differ from their defaults, by dotted path; the API key is masked."""
+    """Settings that differ from their defaults, by dotted path; keys are masked."""
     out: dict[str, Any] = {}
     for path, field in settings():
         value: Any = config
         for part in path.split("."):
             value = getattr(value, part)
         if value != field.get_default():
-            out[path] = "***" if path == "server.api_key" else value
+            out[path] = "***" if path in SECRETS else value
     return out
 
 

@@ -16,6 +16,7 @@ from ostinato.runtime.gpu.gpu_backend import GpuBackend
 from ostinato.runtime.gpu.step_graphs import bucket_shapes
 from ostinato.runtime.program import Bound
 from ostinato.runtime.runner import StepShape
+from ostinato.runtime.sleeping_weights import FixedWeights
 
 
 def rehearse(run: Bound, facts: ModelFacts, config: EngineConfig, device: torch.device) -> None:
@@ -54,6 +55,7 @@ class _Rehearsed:
     """A program as a model."""
 
     folder = Path("rehearsal")
+    weights = FixedWeights()
 
     def __init__(self, facts: ModelFacts, run: Bound, device: torch.device) -> None:
         self.facts, self._run, self.device = facts, run, device

@@ -16,6 +16,8 @@ from ostinato.errors import (
     Overloaded,
     RequestAborted,
     RequestError,
+    SleepRefused,
+    WakeFailed,
 )
 
 MAX_MESSAGE_BYTES = 600
@@ -24,6 +26,10 @@ _MAX_PARAM_BYTES = 100
 
 class BadKey(RequestError):
     """The API key is missing or wrong."""
+
+
+class NoAdmin(RequestError):
+    """The admin key is missing or wrong."""
 
 
 class BodyTooLarge(RequestError):
@@ -55,13 +61,16 @@ TABLE: tuple[tuple[type[Exception], Answer], ...] = (
     (ContextTooLong, Answer(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, Answer(400, "invalid_request_error", "invalid_value")),
     (BadKey, Answer(401, "authentication_error", "invalid_api_key")),
+    (NoAdmin, Answer(403, "permission_error", "invalid_admin_key")),
     (ModelNotFound, Answer(404, "invalid_request_error", "model_not_found")),
     (UnknownRoute, Answer(404, "invalid_request_error", "unknown_url")),
     (WrongMethod, Answer(405, "invalid_request_error", "method_not_allowed")),
+    (SleepRefused, Answer(409, "conflict_error", "sleep_refused")),
     (BodyTooLarge, Answer(413, "invalid_request_error", "request_too_large")),
     (Overloaded, Answer(429, "rate_limit_error", "overloaded")),
     (Draining, Answer(503, "server_error", "shutting_down")),
     (RequestAborted, Answer(503, "server_error", "aborted")),
+    (WakeFailed, Answer(503, "server_error", "wake_failed")),
     (EngineDead, Answer(503, "server_error", "engine_dead")),
     (RequestError, Answer(400, "invalid_request_error", None)),
     (EngineError, Answer(500, "server_error", "engine_error")),

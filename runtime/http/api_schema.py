@@ -289,10 +289,20 @@ class DetokenizeRequest(Wire):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class KVTargetRequest(Wire):
-    """POST /admin/kv."""
+class SleepRequest(Wire):
+    """POST /admin/sleep."""
 
-    target_bytes: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = None
+    level: Annotated[Whole, Field(ge=1, le=2)]
+
+
+class WakeRequest(Wire):
+    """POST /admin/wake: nothing to say."""
+
+
+class KVTargetRequest(Wire):
+    """POST /admin/kv. The field must be there: an empty object is more likely a mistake than a wish."""
+
+    target_bytes: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None
 
 
 def _unsupported(name: str) -> str:

@@ -25,9 +25,11 @@ _GAUGES = (
     ("blocks_committed", "kv_blocks_committed", "KV blocks with physical memory"),
     ("blocks_capacity", "kv_blocks_capacity", "KV blocks that fit into the address range"),
     ("kv_bytes_committed", "kv_committed_bytes", "Physical KV memory"),
+    ("asleep", "asleep", "Level of sleep; 0: awake"),
 )
 _COUNTERS = (
     ("steps", "engine_steps", "Engine steps"),
+    ("graph_replays", "graph_replays", "Steps that were a captured CUDA graph"),
     ("preemptions", "preemptions", "Sequences set back to waiting because blocks ran out"),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed or taken from the prefix cache"),
     ("generated_tokens", "generated_tokens", "Generated tokens"),
@@ -118,6 +120,12 @@ class _EngineNumbers(Collector):
             yield GaugeMetricFamily(f"ostinato_{name}", description, value=getattr(stats, field))
         for field, name, description in _COUNTERS:
             yield CounterMetricFamily(f"ostinato_{name}", description, value=getattr(stats, field))
+        eager = CounterMetricFamily(
+            "ostinato_eager_steps", "Steps of a GPU without a captured graph, by reason", labels=["reason"]
+        )
+        for reason, count in stats.eager_steps.items():
+            eager.add_metric([reason], count)
+        yield eager
         yield GaugeMetricFamily(
             "ostinato_stalled_seconds", "Time without a step while there is work", value=self._stalled_s()
         )

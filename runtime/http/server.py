@@ -6,7 +6,6 @@ No torch here: this process moves token ids and text.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
@@ -18,7 +17,7 @@ from aiohttp import web
 from ostinato.errors import EngineDead
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, ServerConfig
-from ostinato.runtime.http.admin_handlers import kv_target
+from ostinato.runtime.http.admin_handlers import admin_routes, check_admin
 from ostinato.runtime.http.api_errors import (
     BadKey,
     BodyTooLarge,
@@ -27,6 +26,7 @@ from ostinato.runtime.http.api_errors import (
     answer_for,
     error_body,
 )
+from ostinato.runtime.http.bearer_key import has_key
 from ostinato.runtime.http.chat_handler import chat_completions
 from ostinato.runtime.http.completion_handler import completions
 from ostinato.runtime.http.metrics import ServerMetrics
@@ -84,11 +84,11 @@ def make_app(
             web.get("/v1/models/{name:.+}", model),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
-            web.post("/admin/kv", kv_target),
             web.get("/health", health),
             web.get("/metrics", metrics),
             web.get("/config", show_config),
             web.get("/version", version),
+            *(admin_routes() if config.admin_key else ()),
         ]
     )
     app.cleanup_ctx.append(_engine_lifetime)
@@ -184,10 +184,9 @@ def _error_response(error: Exception, request: web.Request) -> web.Response:
 
 @web.middleware
 async def _check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    key = request.app[STATE].config.api_key
-    if key and request.path not in OPEN_PATHS:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        matches = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
-        if scheme.lower() != "bearer" or not matches:
-            raise BadKey("missing or wrong API key; send it as `Authorization: Bearer KEY`")
+    config = request.app[STATE].config
+    if config.admin_key and request.path.startswith("/admin/"):
+        check_admin(request, config.admin_key)
+    elif config.api_key and request.path not in OPEN_PATHS and not has_key(request, config.api_key):
+        raise BadKey("missing or wrong API key; send it as `Authorization: Bearer KEY`")
     return await handler(request)

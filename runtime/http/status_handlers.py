@@ -23,7 +23,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while the engine makes progress or has nothing to do; 503 with the reason otherwise."""
+    """200 while the engine makes progress, has nothing to do or sleeps; 503 with the reason otherwise."""
     state = request.app[STATE]
     try:
         stalled_s = state.engine.stalled_seconds
@@ -35,6 +35,8 @@ async def health(request: web.Request) -> web.Response:
         limit = f"server.stall_s={state.config.stall_s:g}"
         reason = f"no engine step for {stalled_s:.1f} s while requests wait ({limit})"
         return _json({"status": "stalled", "reason": reason, **facts}, status=503)
+    if stats.asleep:
+        return _json({"status": "asleep", "level": stats.asleep, **facts})
     if state.draining:
         return _json({"status": "draining", "reason": "the server is shutting down", **facts}, status=503)
     return _json({"status": "ok", **facts})
@@ -52,8 +54,9 @@ async def config(request: web.Request) -> web.Response:
     whole = {"server": state.config.model_dump(mode="json")}
     if state.engine_config is not None:
         whole = {**state.engine_config.model_dump(mode="json"), **whole}
-    if whole["server"]["api_key"]:
-        whole["server"]["api_key"] = "***"
+    for secret in ("api_key", "admin_key"):
+        if whole["server"][secret]:
+            whole["server"][secret] = "***"
     return _json(whole)
 
 

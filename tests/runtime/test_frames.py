@@ -12,15 +12,19 @@ from ostinato.runtime.config import EngineConfig, KVConfig
 from ostinato.runtime.frames import KINDS, Events, FrameReader, FrameWriter, Start, encode
 from ostinato.runtime.messages import (
     Abort,
+    CallDone,
     EngineInfo,
+    EngineState,
     EngineStats,
     Fatal,
     GenerateRequest,
     KVTarget,
     Refused,
     SamplingParams,
+    Sleep,
     TokenEvent,
     TokenLogprob,
+    Wake,
 )
 
 INFO = EngineInfo(
@@ -56,7 +60,10 @@ MESSAGES = [
     Events(events=(EVENT, TokenEvent(request_id="b", finish_reason="error", error="NaN"))),
     Refused(request_id="c", error="ContextTooLong", message="too long", param="prompt"),
     Fatal(error="gone", kind="ModelError"),
-    KVTarget(target_bytes=1 << 40),
+    KVTarget(call_id=1, target_bytes=1 << 40),
+    Sleep(call_id=2, level=2),
+    Wake(call_id=3),
+    CallDone(call_id=2, state=EngineState()),
 ]
 
 

@@ -188,7 +188,7 @@ def test_targets_that_change_all_the_time_change_no_answer():
         news = engine.step()
         while engine.has_work:
             if choose.random() < 0.4:
-                engine.inbox.put(KVTarget(target_bytes=BLOCK_BYTES * choose.randrange(8, 60)))
+                engine.inbox.put(KVTarget(call_id=0, target_bytes=BLOCK_BYTES * choose.randrange(8, 60)))
             news += engine.step()
             engine.check()
             sizes.add(engine.stats().blocks_committed)
@@ -206,7 +206,7 @@ def test_cached_prefixes_survive_a_move():
         finish(engine)
         generate(engine, greedy("first", prompt, 4))
         engine.inbox.put(
-            KVTarget(target_bytes=20 * BLOCK_BYTES)
+            KVTarget(call_id=0, target_bytes=20 * BLOCK_BYTES)
         )  # the last used of the cached ones find room
         engine.step()
         assert engine.stats().blocks_committed == 20

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ostinato.errors import EngineDead
+from ostinato.errors import EngineDead, EngineError
 from ostinato.runtime.messages import (
     EngineInfo,
+    EngineState,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -36,13 +37,16 @@ class FakeEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)  # request id -> "abort it"
     aborted: list[str] = field(default_factory=list)
-    kv_targets: list[int | None] = field(default_factory=list)
+    calls: list[tuple[str, int | None]] = field(default_factory=list)  # of memory
+    asleep: int = 0
+    refuses: EngineError | None = None  # what the next such call raises
     started: bool = False
     closed: bool = False
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.running), blocks_capacity=100, blocks_committed=10)
+        running = len(self.running)
+        return EngineStats(running=running, blocks_capacity=100, blocks_committed=10, asleep=self.asleep)
 
     @property
     def stalled_seconds(self) -> float:
@@ -56,10 +60,23 @@ class FakeEngine:
     async def close(self) -> None:
         self.closed = True
 
-    async def set_kv_target(self, target_bytes: int | None) -> None:
+    async def set_kv_target(self, target_bytes: int | None) -> EngineState:
+        return self._called("kv", target_bytes, self.asleep)
+
+    async def sleep(self, level: int) -> EngineState:
+        return self._called("sleep", level, level)
+
+    async def wake(self) -> EngineState:
+        return self._called("wake", None, 0)
+
+    def _called(self, what: str, argument: int | None, asleep: int) -> EngineState:
         if self.dead is not None:
             raise EngineDead(self.dead)
-        self.kv_targets.append(target_bytes)
+        if self.refuses is not None:
+            raise self.refuses
+        self.calls.append((what, argument))
+        self.asleep = asleep
+        return EngineState(asleep=asleep, kv_bytes=64, kv_target_bytes=argument if what == "kv" else None)
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

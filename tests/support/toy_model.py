@@ -20,6 +20,7 @@ from ostinato.graph.facts import AttentionFact, KVLayer, ModelFacts
 from ostinato.ops import kv_write, paged_attention
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.sleeping_weights import FixedWeights
 
 VOCAB, WIDTH, HEADS, KV_HEADS, SIZE, LAYERS = 512, 32, 4, 2, 8, 2
 SCALE = 1.0  # large scores: attention is peaked, so one wrong key shows
@@ -47,6 +48,7 @@ class ToyModel:
 
     def __init__(self, folder: Path = Path("toy"), *, seed: int = 0, step_s: float = 0.0) -> None:
         self.facts = FACTS
+        self.weights = FixedWeights()
         self.device = torch.device("cpu")
         self.folder = folder
         self.step_s = step_s

@@ -8,10 +8,11 @@ from ostinato.errors import ConfigError
 from ostinato.tools.flags import add_flags, changed, config_from, settings
 
 FLAGS = [
-    "cpu.bind", "cpu.threads", "gpu.graph_tokens", "graph.dtype", "graph.target", "kv.ahead_mib", "kv.block_tokens", "kv.headroom_gib",
-    "kv.idle_shrink_s", "kv.initial_mib", "kv.max_gib", "kv.prefix_cache", "kv.share", "kv.wait_s",
-    "log_level", "max_model_len", "passes.dump_dir", "passes.fuel", "passes.off", "scheduler.max_running",
-    "scheduler.max_step_tokens", "scheduler.max_waiting", "server.api_key", "server.drain_s", "server.host",
+    "cpu.bind", "cpu.threads", "gpu.graph_tokens", "graph.dtype", "graph.target", "kv.ahead_mib",
+    "kv.block_tokens", "kv.headroom_gib", "kv.idle_shrink_s", "kv.initial_mib", "kv.max_gib",
+    "kv.prefix_cache", "kv.share", "kv.wait_s", "log_level", "max_model_len", "passes.dump_dir",
+    "passes.fuel", "passes.off", "scheduler.max_running", "scheduler.max_step_tokens",
+    "scheduler.max_waiting", "server.admin_key", "server.api_key", "server.drain_s", "server.host",
     "server.max_body_mib", "server.max_logprobs", "server.max_n", "server.port", "server.served_name",
     "server.stall_s",
 ]  # fmt: skip
@@ -45,10 +46,10 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     )
 
 
-def test_the_api_key_comes_from_the_environment_and_is_masked():
-    config = parse(environ={"OSTINATO_API_KEY": "secret"})
-    assert config.server.api_key == "secret"
-    assert changed(config) == {"server.api_key": "***"}
+def test_keys_come_from_the_environment_and_are_masked():
+    config = parse(environ={"OSTINATO_API_KEY": "secret", "OSTINATO_ADMIN_KEY": "root"})
+    assert (config.server.api_key, config.server.admin_key) == ("secret", "root")
+    assert changed(config) == {"server.api_key": "***", "server.admin_key": "***"}
 
 
 @pytest.mark.parametrize(
