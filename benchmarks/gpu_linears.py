@@ -63,7 +63,7 @@ def layer_graphs(
 
 def candidates(layer: Layer, num_tokens: int) -> list[Config]:
     """The default first."""
-    some = [c for c in layer.op.CANDIDATES if c.by_tensor_cores or num_tokens == 1]
+    some = [c for c in layer.op.CANDIDATES if c.by_tensor_cores or num_tokens <= 8]
     default = layer.op._config(num_tokens, layer.num_out, layer.width, torch.bfloat16)
     return [default, *(c for c in some if c != default)]
 

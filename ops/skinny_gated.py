@@ -22,18 +22,19 @@ from ostinato.ops.skinny_rows import (
     Config,
     check_config,
     check_dense_rows,
+    grid,
     norm_stage,
     row_stride,
-    sums_of_many,
-    sums_of_one,
+    sums_of_rows,
     token_block,
 )
 
 PRODUCTS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}  # activation: the op of gate and up
 # What the tuner tries; an output is two rows of weights. See skinny_linear on what decides.
 CANDIDATES = (
-    Config(False, 1, 512, 2, 1),
     Config(False, 1, 1024, 4, 1),
+    Config(False, 1, 1024, 4, 1, prefetch=1024),
+    Config(False, 1, 1024, 4, 1, prefetch=2048),
     Config(False, 2, 512, 2, 1),
     Config(False, 2, 1024, 4, 1),
     Config(False, 2, 1024, 4, 1, prefetch=1024),
@@ -41,13 +42,11 @@ CANDIDATES = (
     Config(True, 8, 128, 4, 6, prefetch=256),
     Config(True, 8, 256, 4, 4),
     Config(True, 8, 256, 4, 4, prefetch=512),
-    Config(True, 16, 128, 4, 6, prefetch=512),
     Config(True, 16, 256, 4, 4),
     Config(True, 16, 256, 4, 4, prefetch=512),
     Config(True, 16, 256, 8, 4, prefetch=512),
     Config(True, 32, 128, 4, 4),
     Config(True, 32, 128, 4, 4, prefetch=512),
-    Config(True, 32, 256, 8, 3, prefetch=256),
 )
 
 
@@ -96,56 +95,47 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     PREFETCH: tl.constexpr,
     NORM: tl.constexpr,
     SILU: tl.constexpr,
+    DOT: tl.constexpr,
     FLOAT32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_R outputs of one token (BLOCK_T 0) or of all: a row of the gate and a row of up for each."""
+    """BLOCK_R outputs of BLOCK_T tokens: a row of the gate and a row of up for each."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    each = tl.arange(0, 2 * BLOCK_R)
-    column = tl.arange(0, BLOCK_R)
-    if BLOCK_T == 0:
-        token = (tl.program_id(0) % num_tokens).to(tl.int64)
-        first = tl.program_id(0) // num_tokens * BLOCK_R
-        row = tl.minimum(first + each // 2, F - 1) + each % 2 * F
-        at = weight + row.to(tl.int64) * weight_stride
-        sums = sums_of_one(
-            x + token * x_stride, at, norm_weight, eps, offset, K, 2 * BLOCK_R, BLOCK_K, PREFETCH, NORM, PDL
-        )
-        gate, up = tl.split(tl.reshape(sums, (BLOCK_R, 2)))
-        y = _gated(gate, up, SILU).to(out.dtype.element_ty)
-        tl.store(out + token * F + first + column, y, mask=first + column < F)
-    else:
-        first = tl.program_id(0) * BLOCK_R
-        row = tl.minimum(first + each // 2, F - 1) + each % 2 * F
-        at = weight + row.to(tl.int64) * weight_stride
-        sums, squares = sums_of_many(
-            x,
-            at,
-            norm_weight,
-            num_tokens,
-            0,
-            x_stride,
-            eps,
-            offset,
-            K,
-            K,
-            2 * BLOCK_R,
-            BLOCK_K,
-            BLOCK_T,
-            WARPS,
-            PREFETCH,
-            NORM,
-            FLOAT32_DOT,
-            PDL,
-        )
-        if NORM == 1:
-            sums *= tl.rsqrt(squares / K + eps)[None, :]
-        gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_R, 2, BLOCK_T)), (0, 2, 1)))
-        y = _gated(gate, up, SILU).to(out.dtype.element_ty)
-        token = tl.arange(0, BLOCK_T)
-        there = (first + column < F)[:, None] & (token < num_tokens)[None, :]
-        tl.store(out + token.to(tl.int64)[None, :] * F + (first + column)[:, None], y, mask=there)
+    each = tl.program_id(0) * BLOCK_R * 2 + tl.arange(0, 2 * BLOCK_R)
+    row = tl.minimum(each // 2, F - 1) + each % 2 * F  # of the gate and of up in turn
+    token = tl.arange(0, BLOCK_T)
+    if not DOT:
+        token += tl.program_id(1) * BLOCK_T
+    sums, squares = sums_of_rows(
+        x,
+        weight + row.to(tl.int64) * weight_stride,
+        norm_weight,
+        token,
+        num_tokens,
+        0,
+        x_stride,
+        eps,
+        offset,
+        K,
+        K,
+        2 * BLOCK_R,
+        BLOCK_K,
+        BLOCK_T,
+        WARPS,
+        PREFETCH,
+        NORM,
+        DOT,
+        FLOAT32_DOT,
+        PDL,
+    )
+    if NORM == 1:
+        sums *= tl.rsqrt(squares / K + eps)[None, :]
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_R, 2, BLOCK_T)), (0, 2, 1)))
+    y = _gated(gate, up, SILU).to(out.dtype.element_ty)
+    column = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    there = (column < F)[:, None] & (token < num_tokens)[None, :]
+    tl.store(out + token.to(tl.int64)[None, :] * F + column[:, None], y, mask=there)
 
 
 def _check(x: Tensor, weight_GK: Tensor, norm_weight_K: Tensor | None, activation: str) -> None:
@@ -216,12 +206,15 @@ def launch(
             x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)
         return PRODUCTS[activation].OP(*F.linear(x, weight_GK).chunk(2, -1))
     if config is None:
-        config = Config(**measured.config) if measured else _config(num_tokens, num_out, width, x.dtype)
+        config = (
+            Config(**measured.config)
+            if measured and measured.config
+            else _config(num_tokens, num_out, width, x.dtype)
+        )
     check_config("skinny_gated", config, x.dtype)
-    rows, block_t, pdl = as_rows(x), token_block(num_tokens, config), has_pdl(x)
-    blocks = -(-num_out // config.rows)
+    rows, pdl = as_rows(x), has_pdl(x)
     with on_device(x):
-        _kernel[(blocks * num_tokens if block_t == 0 else blocks,)](
+        _kernel[grid(num_tokens, num_out, config)](
             rows,
             weight_GK,
             # any tensor stands for what is missing: it is not read
@@ -236,11 +229,12 @@ def launch(
             K=width,
             BLOCK_R=config.rows,
             BLOCK_K=config.block_k,
-            BLOCK_T=block_t,
+            BLOCK_T=token_block(num_tokens, config),
             WARPS=config.num_warps,
             PREFETCH=config.prefetch,
             NORM=norm_stage(norm_weight_K, x, config),
             SILU=activation == "silu",
+            DOT=config.by_tensor_cores,
             FLOAT32_DOT=not x.is_cuda,  # the interpreter's dot takes bf16 for integers
             PDL=pdl,
             num_warps=config.num_warps,
@@ -252,7 +246,7 @@ def launch(
 
 def _config(num_tokens: int, num_out: int, width: int, dtype: torch.dtype) -> Config:
     """Chosen by reasoning, where nothing was measured: every multiprocessor has weights on their way."""
-    if num_tokens == 1 or dtype == torch.float32:  # 1024 programs are two for each place on an H200
+    if num_tokens <= 4 or dtype == torch.float32:  # 1024 programs: most are there at once
         rows = 2 if num_out >= 2048 else 1
         return Config(False, rows, 512 if width <= 512 else 1024, 2 if width <= 512 else 4, 1)
     if num_out < 16 * 128:  # less than a program for each multiprocessor

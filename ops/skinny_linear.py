@@ -22,37 +22,35 @@ from ostinato.ops.skinny_rows import (
     Config,
     check_config,
     check_dense_rows,
+    grid,
     norm_stage,
     row_stride,
-    sums_of_many,
-    sums_of_one,
+    sums_of_rows,
     token_block,
 )
 
 # What the tuner tries. Weights in flight decide: 4.4 TB/s times a delay near 0.8 us is 27 KiB on each of the
 # H200's 132 multiprocessors, and these have 50 to 220 KiB. On sm_90 each compiles without spills.
 CANDIDATES = (
-    Config(False, 1, 512, 2, 1),
     Config(False, 1, 1024, 4, 1),
+    Config(False, 1, 1024, 4, 1, prefetch=2048),
     Config(False, 2, 1024, 4, 1),
+    Config(False, 2, 1024, 4, 1, prefetch=1024),
+    Config(False, 2, 1024, 4, 1, prefetch=2048),
     Config(False, 4, 512, 2, 1),
+    Config(False, 4, 512, 2, 1, prefetch=512),
     Config(False, 4, 1024, 4, 1),
     Config(False, 4, 1024, 4, 1, prefetch=1024),
     Config(False, 8, 1024, 4, 1),
     Config(True, 16, 128, 4, 6, prefetch=256),
     Config(True, 16, 256, 4, 4),
     Config(True, 16, 256, 4, 4, prefetch=512),
-    Config(True, 16, 512, 8, 3, prefetch=512),
-    Config(True, 32, 128, 4, 6, prefetch=512),
     Config(True, 32, 256, 4, 4),
     Config(True, 32, 256, 4, 4, prefetch=512),
     Config(True, 32, 256, 8, 4, prefetch=512),
-    Config(True, 64, 128, 4, 4),
     Config(True, 64, 128, 4, 4, prefetch=512),
-    Config(True, 64, 256, 8, 3, prefetch=256),
     Config(True, 32, 256, 4, 4, split=2, prefetch=512),
     Config(True, 64, 128, 4, 4, split=2, prefetch=512),
-    Config(True, 64, 256, 8, 3, split=4, prefetch=256),
 )
 SUM_BLOCK = 256  # outputs of one program of the second kernel of a split
 
@@ -99,71 +97,60 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    DOT: tl.constexpr,
     FLOAT32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_R outputs of one token (BLOCK_T 0) or of all; of a part of the columns where SPLIT > 1."""
+    """BLOCK_R outputs of BLOCK_T tokens; the sums of a part of the columns where SPLIT > 1."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if BLOCK_T == 0:
-        token = (tl.program_id(0) % num_tokens).to(tl.int64)
-        row = tl.program_id(0) // num_tokens * BLOCK_R + tl.arange(0, BLOCK_R)
-        at = weight + tl.minimum(row, N - 1).to(tl.int64) * weight_stride
-        y = sums_of_one(
-            x + token * x_stride, at, norm_weight, eps, offset, K, BLOCK_R, BLOCK_K, PREFETCH, NORM, PDL
-        )
-        there = row < N
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = tl.arange(0, BLOCK_T)
+    COLUMNS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    first = 0
+    if SPLIT > 1:
+        first = tl.program_id(1) * COLUMNS
+    if not DOT:
+        token += tl.program_id(1) * BLOCK_T
+    y, squares = sums_of_rows(
+        x,
+        weight + tl.minimum(row, N - 1).to(tl.int64) * weight_stride,
+        norm_weight,
+        token,
+        num_tokens,
+        first,
+        x_stride,
+        eps,
+        offset,
+        K,
+        COLUMNS,
+        BLOCK_R,
+        BLOCK_K,
+        BLOCK_T,
+        WARPS,
+        PREFETCH,
+        NORM,
+        DOT,
+        FLOAT32_DOT,
+        PDL,
+    )
+    there = (row < N)[:, None] & (token < num_tokens)[None, :]
+    token_64 = token.to(tl.int64)
+    if SPLIT == 1:
+        if NORM == 1:
+            y *= tl.rsqrt(squares / K + eps)[None, :]
         if BIAS:
-            y += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+            y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
         if RESIDUAL:
-            y += tl.load(residual + token * residual_stride + row, mask=there, other=0.0).to(tl.float32)
-        tl.store(out + token * N + row, y.to(out.dtype.element_ty), mask=there)
+            residual_at = residual + token_64[None, :] * residual_stride + row[:, None]
+            y += tl.load(residual_at, mask=there, other=0.0).to(tl.float32)
+        tl.store(out + token_64[None, :] * N + row[:, None], y.to(out.dtype.element_ty), mask=there)
     else:
-        row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-        at = weight + tl.minimum(row, N - 1).to(tl.int64) * weight_stride
-        part = tl.program_id(1)
-        COLUMNS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
-        first_column = 0
-        if SPLIT > 1:
-            first_column = part * COLUMNS
-        y, squares = sums_of_many(
-            x,
-            at,
-            norm_weight,
-            num_tokens,
-            first_column,
-            x_stride,
-            eps,
-            offset,
-            K,
-            COLUMNS,
-            BLOCK_R,
-            BLOCK_K,
-            BLOCK_T,
-            WARPS,
-            PREFETCH,
-            NORM,
-            FLOAT32_DOT,
-            PDL,
-        )
-        token = tl.arange(0, BLOCK_T)
-        there = (row < N)[:, None] & (token < num_tokens)[None, :]
-        token_64 = token.to(tl.int64)
-        if SPLIT == 1:
-            if NORM == 1:
-                y *= tl.rsqrt(squares / K + eps)[None, :]
-            if BIAS:
-                y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-            if RESIDUAL:
-                residual_at = residual + token_64[None, :] * residual_stride + row[:, None]
-                y += tl.load(residual_at, mask=there, other=0.0).to(tl.float32)
-            tl.store(out + token_64[None, :] * N + row[:, None], y.to(out.dtype.element_ty), mask=there)
-        else:
-            first = part * num_tokens
-            tl.store(parts + (first + token_64)[None, :] * N + row[:, None], y, mask=there)
-            if NORM == 1 and tl.program_id(0) == 0:
-                squares_at = parts + (SPLIT * num_tokens).to(tl.int64) * N
-                tl.store(squares_at + first + token, squares, mask=token < num_tokens)
+        part_token = tl.program_id(1) * num_tokens + token_64
+        tl.store(parts + part_token[None, :] * N + row[:, None], y, mask=there)
+        if NORM == 1 and tl.program_id(0) == 0:
+            squares_at = parts + (SPLIT * num_tokens).to(tl.int64) * N
+            tl.store(squares_at + part_token, squares, mask=token < num_tokens)
 
 
 @jit(do_not_specialize=["num_tokens"])
@@ -285,11 +272,14 @@ def launch(
         y = F.linear(x, weight_NK, bias_N)
         return y if residual is None else y + residual
     if config is None:
-        config = Config(**measured.config) if measured else _config(num_tokens, num_out, width, x.dtype)
+        config = (
+            Config(**measured.config)
+            if measured and measured.config
+            else _config(num_tokens, num_out, width, x.dtype)
+        )
     check_config("skinny_linear", config, x.dtype)
     rows = as_rows(x)
     norm, pdl = norm_stage(norm_weight_K, x, config), has_pdl(x)
-    block_t, blocks = token_block(num_tokens, config), -(-num_out // config.rows)
     parts = out
     if config.split > 1:  # the sums of every part, then each part's sums of squares
         parts = x.new_empty(config.split * num_tokens * (num_out + 1), dtype=torch.float32)
@@ -298,7 +288,7 @@ def launch(
     added = out if residual is None else as_rows(residual)
     added_stride = num_out if residual is None else row_stride(added, num_tokens)
     with on_device(x):
-        _kernel[(blocks * num_tokens, 1) if block_t == 0 else (blocks, config.split)](
+        _kernel[grid(num_tokens, num_out, config)](
             rows,
             weight_NK,
             bias,
@@ -316,13 +306,14 @@ def launch(
             K=width,
             BLOCK_R=config.rows,
             BLOCK_K=config.block_k,
-            BLOCK_T=block_t,
+            BLOCK_T=token_block(num_tokens, config),
             WARPS=config.num_warps,
             SPLIT=config.split,
             PREFETCH=config.prefetch,
             BIAS=bias_N is not None,
             NORM=norm,
             RESIDUAL=residual is not None,
+            DOT=config.by_tensor_cores,
             FLOAT32_DOT=not x.is_cuda,  # the interpreter's dot takes bf16 for integers
             PDL=pdl,
             num_warps=config.num_warps,
@@ -354,8 +345,8 @@ def launch(
 
 def _config(num_tokens: int, num_out: int, width: int, dtype: torch.dtype) -> Config:
     """Chosen by reasoning, where nothing was measured: every multiprocessor has weights on their way."""
-    if num_tokens == 1 or dtype == torch.float32:  # 1024 programs are two for each place on an H200
-        rows = next((rows for rows in (4, 2) if num_out >= 1024 * rows), 1)
+    if num_tokens <= 4 or dtype == torch.float32:  # 1024 programs: most are there at once
+        rows = next((rows for rows in (2, 4)[num_tokens > 1 :] if num_out >= 1024 * rows), 1)
         return Config(False, rows, 512 if width <= 512 else 1024, 2 if width <= 512 else 4, 1)
     if num_out < 32 * 128:  # less than a program for each multiprocessor
         return Config(True, 16, 256, 4, 4, prefetch=512)

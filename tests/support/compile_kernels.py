@@ -31,11 +31,14 @@ INDEX |= {"parts": "*fp32", "sums": "*fp32", "arrivals": "*i32", "positions": "*
 SCALARS = dict.fromkeys(("eps", "offset", "scale", "scaling", "softcap"), "fp32")
 TENSORS = {"gate", "up", "x", "residual", "weight", "normed", "total", "q", "k", "v", "cos", "sin"}
 TENSORS |= {"q_weight", "k_weight", "k_cache", "v_cache", "sinks", "bias", "norm_weight", "out"}
+TENSORS |= {"k_new", "v_new"}
 HEADS = {"D": 96, "E": 64, "B": 16}
 ATTENTION = HEADS | {"H": 6, "GROUP": 3, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "BLOCK_N": 64}
 ATTENTION |= {"BLOCK_D": 128, "BLOCK_E": 64, "FLOAT32_DOT": False, "IS_GPU": True}
 SKINNY = {"K": 576, "BLOCK_R": 16, "BLOCK_K": 256, "WARPS": 4, "PREFETCH": 512, "NORM": 1, "PDL": True}
 SKINNY |= {"FLOAT32_DOT": False}
+ROPE = {"R": 64, "NORM_Q": True, "NORM_K": False, "ROUND_FIRST": True, "INTERLEAVED": False}
+ROPE |= {"HALF": 32, "REST": 32}
 CONSTANTS: dict[ModuleType, dict[str, Any]] = {
     silu_mul: {"BLOCK": 1024, "PDL": True},
     gelu_tanh_mul: {"BLOCK": 1024, "PDL": True},
@@ -43,13 +46,11 @@ CONSTANTS: dict[ModuleType, dict[str, Any]] = {
     add_rms_norm: {"ROUND_FIRST": True, "BLOCK": 1024, "PDL": True},
     kv_write: HEADS | {"G": 2, "ROWS": 16, "BLOCK_D": 128, "BLOCK_E": 64, "PDL": True},
     rope_table: {"HALF": 48, "BLOCK": 128, "PDL": True},
-    rope_kv_write: HEADS
-    | {"H": 4, "G": 2, "R": 64, "NORM_Q": True, "NORM_K": False, "ROUND_FIRST": True, "INTERLEAVED": False}
-    | {"TOKENS": 2, "HEADS": 4, "HALF": 32, "REST": 32, "BLOCK_E": 64, "PDL": True},
-    paged_decode: ATTENTION | {"BLOCK_M": 16, "BLOCK_H": 4, "PDL": True},
+    rope_kv_write: HEADS | ROPE | {"H": 4, "G": 2, "TOKENS": 2, "HEADS": 4, "BLOCK_E": 64, "PDL": True},
+    paged_decode: ATTENTION | ROPE | {"ROPE": True, "BLOCK_M": 16, "BLOCK_H": 4, "PDL": True},
     paged_prefill: ATTENTION | {"QUERIES": 42, "BLOCK_M": 128, "SEQS": 256},
-    skinny_linear: SKINNY | {"BLOCK_T": 8, "SPLIT": 2, "BIAS": True, "RESIDUAL": True},
-    skinny_gated: SKINNY | {"BLOCK_T": 0, "SILU": False},
+    skinny_linear: SKINNY | {"BLOCK_T": 8, "DOT": True, "SPLIT": 2, "BIAS": True, "RESIDUAL": True},
+    skinny_gated: SKINNY | {"BLOCK_T": 2, "DOT": False, "SILU": False},
 }
 
 
