@@ -198,7 +198,7 @@ async def test_long_prompt_is_encoded_off_the_loop():
     text.close()
 
 
-def test_front_end_and_server_import_neither_torch_nor_transformers(folder: Path):
+def test_front_end_and_server_import_neither_torch_nor_models(folder: Path):
     code = f"""
 import sys
 from pathlib import Path
@@ -207,7 +207,7 @@ from ostinato.runtime.text import TextFrontEnd
 text = TextFrontEnd.load(Path({str(folder)!r}))
 text.encode_chat([{{"role": "user", "content": "x"}}])
 names = sys.modules
-print([m for m in names if m in ("torch", "triton", "transformers", "huggingface_hub")])
+print([m for m in names if m.split(".")[0] in ("torch", "triton") or m.startswith("transformers.models")])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
