@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from ostinato.runtime.request_streams import StreamingClient
 from ostinato.runtime.runner import Model
 
 log = logging.getLogger(__name__)
+
+LOOP_REST = 8  # the loop's share of the interpreter is at most a ninth
+LEAST_REST_S, MOST_REST_S = 0.001, 0.02  # a token is at most so much late; readers see 50 pieces a second
 
 
 class EngineThread(StreamingClient):
@@ -76,7 +80,7 @@ class EngineThread(StreamingClient):
                 with engine:
                     info = engine.info.model_copy(update={"load_seconds": time.monotonic() - began})
                     _call(loop, _set_result, ready, info)
-                    engine.serve(_LoopOutlet(loop, self._deliver, self._inbox))
+                    engine.serve(LoopOutlet(loop, self._deliver, self._inbox))
         except Exception as wrong:  # a thread border: whatever it is, the clients must hear of it
             if isinstance(wrong, EngineError) and not isinstance(wrong, EngineDead):
                 log.error("the engine ends: %s", wrong)  # meant for users: the message is all they need
@@ -101,8 +105,14 @@ class EngineThread(StreamingClient):
         return load_artifact(self._artifact, self._config)
 
 
-class _LoopOutlet:
-    """Engine news into an asyncio loop: one wake-up per step. A loop that was closed stops the engine."""
+class LoopOutlet:
+    """Engine news into an asyncio loop, which shares the interpreter with the engine.
+
+    News that follow each other closely are handed over together: after each time the loop rests for
+    LOOP_REST times what its readers took, so that they get a part of the time that the engine needs. The
+    first news after a pause, and the last before one, are handed over at once. A loop that was closed stops
+    the engine.
+    """
 
     def __init__(
         self,
@@ -113,13 +123,45 @@ class _LoopOutlet:
         self._loop = loop
         self._deliver = deliver
         self._inbox = inbox
+        self._news: deque[Sequence[Message]] = deque()
+        self._is_due = False  # the loop is going to look for news
 
     def send(self, messages: Sequence[Message]) -> None:
-        if not _call(self._loop, self._deliver, messages):
-            self._inbox.close()
+        """Called by the engine's thread, as is `idle`."""
+        self._news.append(messages)
+        if not self._is_due:
+            self._is_due = True
+            self._wake(self._look)
 
     def idle(self) -> None:
-        pass
+        """Whoever waits for the end of an answer shall not wait for the loop's rest."""
+        self._wake(self._hand_over)
+
+    def _wake(self, function: Callable[[], object]) -> None:
+        if not _call(self._loop, function):
+            self._inbox.close()
+
+    def _look(self) -> None:
+        began = time.thread_time()
+        if self._hand_over():
+            self._loop.call_soon(self._rest, began)  # behind the readers who have got something
+            return
+        self._is_due = False
+        if self._news:  # came after the look, and saw that one was due
+            self._is_due = True
+            self._loop.call_soon(self._look)
+
+    def _rest(self, began: float) -> None:
+        busy_s = time.thread_time() - began
+        self._loop.call_later(min(max(LOOP_REST * busy_s, LEAST_REST_S), MOST_REST_S), self._look)
+
+    def _hand_over(self) -> bool:
+        messages: list[Message] = []
+        while self._news:
+            messages += self._news.popleft()
+        if messages:
+            self._deliver(messages)
+        return bool(messages)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> bool:

@@ -12,11 +12,11 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ostinato.errors import EngineDead
-from ostinato.runtime.choice_output import ChoiceOutput
+from ostinato.runtime.choice_output import ChoiceOutput, Delta
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.llm_arguments import check_n, checked_text, read_sampling
-from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenEvent
+from ostinato.runtime.messages import FinishReason, GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
 from ostinato.runtime.request_check import check_request
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 from ostinato.runtime.text import TextFrontEnd
@@ -200,31 +200,52 @@ class Session:
                         return
 
     async def _collect(self, request: GenerateRequest, advance: Callable[[int, int], None]) -> _Answer:
-        answer = _Answer([])
-        async with aclosing(self._steps(request)) as steps:
-            async for event, piece in steps:
-                if not answer.pieces:
-                    answer.prompt_logprobs, answer.cached_tokens = event.prompt_logprobs, event.cached_tokens
-                answer.pieces.append(piece)
-                advance(piece.finish_reason is not None, len(event.token_ids))
+        """A whole answer: `_steps`, without a piece for each event."""
+        answer = _Answer(request.sampling.logprobs is not None)
+        output = ChoiceOutput(self.text.codec, request.sampling)
+        async with self._room:
+            events = cast("AsyncGenerator[TokenEvent]", self.client.generate(request))
+            async with aclosing(events):
+                async for event in events:
+                    delta = output.push(event)
+                    answer.add(event, delta)
+                    advance(delta.finish_reason is not None, len(event.token_ids))
+                    if delta.finish_reason is not None:
+                        break
         return answer
 
 
-@dataclass
 class _Answer:
-    pieces: list[CompletionOutput]
-    prompt_logprobs: Any = None
-    cached_tokens: int = 0
+    """What has come of a request."""
+
+    def __init__(self, wants_logprobs: bool) -> None:
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.cached_tokens = 0
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = [] if wants_logprobs else None
+        self._is_new = True
+        self._finish_reason: FinishReason | None = None
+        self._error: str | None = None
+
+    def add(self, event: TokenEvent, delta: Delta) -> None:
+        """An event, and the text that it adds."""
+        if self._is_new:
+            self.prompt_logprobs, self.cached_tokens = event.prompt_logprobs, event.cached_tokens
+            self._is_new = False
+        self._text.append(delta.text)
+        self._token_ids += event.token_ids
+        if self._logprobs is not None:
+            self._logprobs += event.logprobs
+        self._finish_reason, self._error = delta.finish_reason, event.error
 
     def output(self, index: int) -> CompletionOutput:
-        """All pieces as one."""
-        last = self.pieces[-1]
-        logprobs = [piece.logprobs for piece in self.pieces]
+        """All of it as one."""
         return CompletionOutput(
             index,
-            "".join(piece.text for piece in self.pieces),
-            tuple(token for piece in self.pieces for token in piece.token_ids),
-            None if last.logprobs is None else tuple(one for row in logprobs for one in row or ()),
-            last.finish_reason,
-            last.error,
+            "".join(self._text),
+            tuple(self._token_ids),
+            None if self._logprobs is None else tuple(self._logprobs),
+            self._finish_reason,
+            self._error,
         )

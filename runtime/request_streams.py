@@ -27,18 +27,19 @@ from ostinato.runtime.messages import (
     TokenEvent,
     Wake,
 )
+from ostinato.runtime.reader_mail import ReaderMail
 from ostinato.runtime.request_check import check_request
 
 
 class StreamingClient(ABC):
     """An EngineClient without its engine: subclasses carry messages there (`_post`) and back (`_deliver`).
 
-    Queues are unbounded, so a slow reader never holds up the engine; `max_tokens` bounds each.
+    The mail of a reader is unbounded, so a slow reader never holds up the engine; `max_tokens` bounds it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._queues: dict[str, asyncio.Queue[TokenEvent | EngineError]] = {}
+        self._queues: dict[str, ReaderMail] = {}
         self._ending: set[str] = set()  # closed by their reader; the engine's last event is still to come
         self._calls: dict[int, asyncio.Future[EngineState]] = {}
         self._call_ids = count(1)
@@ -75,6 +76,7 @@ class StreamingClient(ABC):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts it.
 
+        A reader that comes late gets the tokens of several steps in one event, unless it has stop strings.
         Raises Overloaded, ContextTooLong, InvalidRequest, EngineDead.
         """
         name = request.request_id
@@ -87,19 +89,21 @@ class StreamingClient(ABC):
             )
         if not self._queues and not self._ending:
             self._progress_at = self._clock()  # an idle engine owes no progress
-        queue: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
-        self._queues[name] = queue
+        mail = ReaderMail(
+            joins=not request.sampling.stop
+        )  # tokens behind a stop string are not for its reader
+        self._queues[name] = mail
         try:
             self._post(request)
             while True:
-                news = await queue.get()
-                if isinstance(news, EngineError):
-                    raise news
-                yield news
-                if news.finish_reason is not None:
-                    return
+                for news in await mail.take():
+                    if isinstance(news, EngineError):
+                        raise news
+                    yield news
+                    if news.finish_reason is not None:
+                        return
         finally:
-            if self._queues.get(name) is queue:  # else the last event was delivered
+            if self._queues.get(name) is mail:  # else the last event was delivered
                 del self._queues[name]
                 self._ending.add(name)
                 self._post(Abort(request_ids=(name,)))
@@ -178,13 +182,19 @@ class StreamingClient(ABC):
             answer.set_exception(getattr(errors, done.kind, EngineError)(done.error))
 
     def _route(self, events: Sequence[TokenEvent]) -> None:
+        queues = self._queues
         for event in events:
-            self._put(event.request_id, event, is_last=event.finish_reason is not None)
+            queue = queues.get(event.request_id)
+            if event.finish_reason is None:
+                if queue is not None:
+                    queue.put(event)
+            else:
+                self._put(event.request_id, event, is_last=True)
 
     def _put(self, name: str, news: TokenEvent | EngineError, *, is_last: bool) -> None:
         queue = self._queues.pop(name, None) if is_last else self._queues.get(name)
         if queue is not None:
-            queue.put_nowait(news)
+            queue.put(news)
         elif is_last:
             self._ending.discard(name)
 
@@ -193,7 +203,7 @@ class StreamingClient(ABC):
         if self._dead is None:
             self._dead = reason
         for queue in self._queues.values():
-            queue.put_nowait(EngineDead(str(self._dead)))
+            queue.put(EngineDead(str(self._dead)))
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineDead(str(self._dead)))

@@ -209,10 +209,10 @@ def test_more_prompts_than_the_queue_holds_wait_their_turn():
 async def test_stream_gives_the_same_text_in_pieces(llm):
     whole = llm.generate("hello world", GREEDY)[0].outputs[0]  # also: a loop runs in this thread
     pieces = [piece async for piece in llm.stream("hello world", GREEDY)]
-    assert len(pieces) == 12
+    assert 1 < len(pieces) <= 12  # tokens that come at once share a piece
     assert "".join(piece.text for piece in pieces) == whole.text
     assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
-    assert [piece.finish_reason for piece in pieces] == [None] * 11 + ["length"]
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     chat = [piece async for piece in llm.stream([{"role": "user", "content": "hi"}], GREEDY)]
     expected = llm.chat([{"role": "user", "content": "hi"}], GREEDY)[0].outputs[0].text
     assert "".join(piece.text for piece in chat) == expected
