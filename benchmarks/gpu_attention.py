@@ -1,6 +1,6 @@
-"""Attention of a step on a GPU: decode, prefill, and the rotary embedding with its KV write.
+"""Attention of a step on a GPU: decode, prefill, the rotary embedding with its KV write, and both in one.
 
-    python -m benchmarks.gpu_attention [--only decode|prefill|rope] [--candidates]
+    python -m benchmarks.gpu_attention [--only decode|prefill|rope|fused] [--candidates]
 
 Each measurement is a CUDA graph of many launches, one after another as the layers of a model, each over KV
 blocks of its own, so that nothing is found in L2; blocks are shuffled.  TB/s counts the keys and values that
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.gpu_graphs import captured, copy_speed, race
 from benchmarks.record import Row, write_record
-from ostinato.ops import paged_attention, paged_decode, paged_prefill, rope_kv_write
+from ostinato.ops import paged_attention, paged_decode, paged_prefill, rope_attention, rope_kv_write
 
 BLOCK = 16
 L2_TIMES = 4 * (60 << 20)  # bytes that a race goes through, at least
@@ -39,6 +39,7 @@ DECODE = [("8b", batch, context) for context in (512, 4096) for batch in (1, 8, 
 DECODE += [("smol", batch, 512) for batch in (1, 8, 32)]
 PREFILL = [("8b", 512), ("8b", 2048), ("8b", 4096), ("smol", 2048)]
 ROPE = [("8b", 1), ("8b", 32), ("8b", 256), ("8b", 4096), ("smol", 1)]
+FUSED = [("8b", 1), ("8b", 8), ("8b", 32), ("8b", 128), ("smol", 1), ("smol", 32)]
 
 
 class Step(NamedTuple):
@@ -161,9 +162,9 @@ def prefill_rows(name: str, num_tokens: int, has_candidates: bool) -> list[Row]:
 
     def with_config(config: paged_prefill.PrefillConfig) -> Callable[..., object]:
         def run(*args: Any) -> None:
-            *inputs, scale, window, softcap = args
+            call = cast(Any, paged_prefill.prefill)
             out = torch.empty_like(given.q)
-            paged_prefill.prefill(*inputs, None, out, scale, window, softcap, min_new=1, config=config)
+            call(*args[:6], None, out, *args[6:], min_new=1, config=config)
 
         return run
 
@@ -210,9 +211,42 @@ def rope_rows(name: str, num_tokens: int, speed: float) -> list[Row]:
     ]
 
 
+def fused_rows(name: str, batch: int) -> list[Row]:
+    """rope_attention against the two ops that it stands for, context 512."""
+    model, context = MODELS[name], 512
+    given = step(model, batch, context, 1)
+    width = (model.heads + 2 * model.kv_heads) * model.size
+    merged = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
+    parts = [model.heads * model.size, model.kv_heads * model.size, model.kv_heads * model.size]
+    q, k, v = (part.unflatten(1, (-1, model.size)) for part in merged.split(parts, 1))
+    tables = [torch.randn(batch, model.size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    slots = given.tables[:, -1].long() * BLOCK + (context - 1) % BLOCK
+    where = given.tables, given.lengths, given.starts, given.scale, 0, 0.0
+
+    def together() -> list[Tensor]:
+        return [
+            rope_attention.OP(q, k, v, *tables, *p, slots, None, None, 1e-6, 0.0, True, False, *where)
+            for p in given.planes
+        ]
+
+    def apart() -> list[Tensor]:
+        made = []
+        for p in given.planes:
+            turned = rope_kv_write.OP(q, k, v, *tables, *p, slots, None, None, 1e-6, 0.0, True, False)
+            made.append(paged_attention.OP(turned, *p, *where))
+        return made
+
+    if not all(torch.equal(one, other) for one, other in zip(together(), apart(), strict=True)):
+        raise RuntimeError(f"{name}, batch {batch}: one launch and two differ")
+    num_bytes = 2 * batch * context * model.kv_heads * model.size * 2
+    one, two = times([together, apart], len(given.planes), num_bytes / 4e6)
+    metric = f"gpu_rope_attention_{name}_b{batch}_c{context}_us"
+    return [Row.of(metric, one, "us", statistics.median(two), "the two ops")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=("decode", "prefill", "rope"))
+    parser.add_argument("--only", choices=("decode", "prefill", "rope", "fused"))
     parser.add_argument("--candidates", action="store_true", help="time every configuration")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -226,6 +260,9 @@ def main() -> None:
     if args.only in (None, "rope"):
         for name, num_tokens in ROPE:
             rows += rope_rows(name, num_tokens, speed)
+    if args.only in (None, "fused"):
+        for name, batch in FUSED:
+            rows += fused_rows(name, batch)
     write_record("gpu_attention", rows)
 
 

@@ -7,6 +7,7 @@ from ostinato.ops import (  # noqa: F401
     moe_experts,
     paged_attention,
     rms_norm,
+    rope_attention,
     rope_kv_write,
     rope_table,
     sample,

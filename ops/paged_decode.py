@@ -25,8 +25,9 @@ from ostinato.ops.attention_scores import (
     shares_and_fade,
 )
 from ostinato.ops.launch import as_rows, ceil_to_power_of_2, has_pdl, jit, on_device, tl, with_dense_heads
+from ostinato.ops.rope_kv_write import turned, write_turned
 
-__all__ = ["CANDIDATES", "DecodeConfig", "decode"]
+__all__ = ["CANDIDATES", "DecodeConfig", "NewKeys", "decode"]
 
 
 class DecodeConfig(NamedTuple):
@@ -37,6 +38,22 @@ class DecodeConfig(NamedTuple):
     num_stages: int
     max_splits: int  # programs that share the keys of one query and KV head, at most
     min_steps: int  # steps of its loop that a program takes before another shares the keys
+
+
+class NewKeys(NamedTuple):
+    """What rope_kv_write takes besides q and planes: for a launch that does its work too."""
+
+    k_TGD: Tensor
+    v_TGE: Tensor
+    cos_TR: Tensor
+    sin_TR: Tensor
+    slots_T: Tensor
+    q_weight_D: Tensor | None
+    k_weight_D: Tensor | None
+    eps: float
+    offset: float
+    round_first: bool
+    interleaved: bool
 
 
 @jit
@@ -106,6 +123,15 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     out,
     sums,
     arrivals,
+    k_new,
+    v_new,
+    cos,
+    sin,
+    slots,
+    q_weight,
+    k_weight,
+    eps,
+    offset,
     scale,
     softcap,
     window,
@@ -121,6 +147,12 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     v_stride_n,
     v_stride_b,
     v_stride_g,
+    k_new_stride_t,
+    k_new_stride_g,
+    v_new_stride_t,
+    v_new_stride_g,
+    cos_stride,
+    sin_stride,
     H: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -137,6 +169,14 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     FLOAT32_DOT: tl.constexpr,
     IS_GPU: tl.constexpr,
     PDL: tl.constexpr,
+    ROPE: tl.constexpr,
+    R: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """One run of the keys of one token and KV head.
 
@@ -145,15 +185,16 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, grid_row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
-    seq = row
-    first = tl.load(query_start + row).to(tl.int32)
-    stop = tl.load(query_start + row + 1).to(tl.int32)
-    token = tl.where(singles_only != 0, first, row)
+    seq = grid_row
+    first = tl.load(query_start + grid_row).to(tl.int32)
+    stop = tl.load(query_start + grid_row + 1).to(tl.int32)
+    token = tl.where(singles_only != 0, first, grid_row)
     is_left = (singles_only != 0) & (stop - first != 1)
-    if (singles_only == 0) & ((first != row) | (stop != row + 1)):  # not one token of each sequence
-        seq = _sequence_of(row, query_start, num_seqs)
+    if (singles_only == 0) & ((first != grid_row) | (stop != grid_row + 1)):  # not one token of each sequence
+        seq = _sequence_of(grid_row, query_start, num_seqs)
+        first = tl.load(query_start + seq).to(tl.int32)
         stop = tl.load(query_start + seq + 1, mask=seq < num_seqs, other=0).to(tl.int32)
     length = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0).to(tl.int32)
     visible = tl.where(is_left | (seq >= num_seqs), 0, length - stop + token + 1)
@@ -185,8 +226,62 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
         prefetch_rows(v_plane + block * v_stride_n + place * v_stride_b, E, BLOCK_E)
         tl.extra.cuda.gdc_wait()
 
-    q_at = q + token.to(tl.int64) * q_stride_t + head[:, None] * q_stride_h + d[None, :]
-    queries = tl.load(q_at, mask=(m < GROUP)[:, None] & (d < D)[None, :], other=0.0)
+    q_rows = q + token.to(tl.int64) * q_stride_t + head * q_stride_h
+    if ROPE:
+        # every program writes the new keys of its run, to read them then; if several do, the same bytes
+        held = visible - 1 - token  # position of a token less its number
+        one, pair_at = tl.arange(0, 1).to(tl.int64), tl.arange(0, HALF)
+        for new in range(tl.maximum(first, key_first - held), tl.minimum(token + 1, key_stop - held)):
+            row = one + new
+            slot = tl.load(slots + row).to(tl.int64)
+            taken = slot >= 0
+            turns = taken[:, None] & (pair_at < R // 2)[None, :]
+            cos_at = cos + row[:, None] * cos_stride + pair_at[None, :]
+            sin_at = sin + row[:, None] * sin_stride + pair_at[None, :]
+            c = tl.load(cos_at, mask=turns, other=0.0).to(tl.float32)
+            s = tl.load(sin_at, mask=turns, other=0.0).to(tl.float32)
+            write_turned(
+                k_new + row * k_new_stride_t + kv_head * k_new_stride_g,
+                k_plane + slot // B * k_stride_n + slot % B * k_stride_b,
+                taken,
+                k_weight,
+                c,
+                s,
+                eps,
+                offset,
+                D,
+                R,
+                NORM_K,
+                ROUND_FIRST,
+                INTERLEAVED,
+                HALF,
+                REST,
+            )
+            v_from = v_new + row * v_new_stride_t + kv_head * v_new_stride_g
+            v_to = v_plane + slot // B * v_stride_n + slot % B * v_stride_b
+            copied = taken[:, None] & (e < E)[None, :]
+            new_value = tl.load(v_from[:, None] + e[None, :], mask=copied)
+            tl.store(v_to[:, None] + e[None, :], new_value, mask=copied)
+        tl.debug_barrier()  # the new keys are read by other threads than those that wrote them
+        queries = turned(
+            q_rows,
+            m < GROUP,
+            q_weight,
+            cos + token.to(tl.int64) * cos_stride,
+            sin + token.to(tl.int64) * sin_stride,
+            eps,
+            offset,
+            D,
+            R,
+            NORM_Q,
+            ROUND_FIRST,
+            INTERLEAVED,
+            BLOCK_D,
+        )
+        queries = queries.to(q.dtype.element_ty)
+    else:
+        q_live = (m < GROUP)[:, None] & (d < D)[None, :]
+        queries = tl.load(q_rows[:, None] + d[None, :], mask=q_live, other=0.0)
     if FLOAT32_DOT:
         queries = queries.to(tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -221,7 +316,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
     num_runs = (steps + run - 1) // run
     if num_runs > 1:
         # [pairs, splits, GROUP] rows of E sums, then as many tops, then as many weights
-        pair, num_pairs = row * tl.num_programs(0) + kv_head, tl.num_programs(0) * tl.num_programs(1)
+        pair, num_pairs = grid_row * tl.num_programs(0) + kv_head, tl.num_programs(0) * tl.num_programs(1)
         first_row = pair.to(tl.int64) * num_splits * GROUP
         num_rows = num_pairs.to(tl.int64) * num_splits * GROUP
         tops, total_weights = sums + num_rows * E, sums + num_rows * (E + 1)
@@ -258,8 +353,12 @@ def decode(
     *,
     singles_only: bool,
     config: DecodeConfig | None = None,
+    new_keys: NewKeys | None = None,
 ) -> None:
-    """Fill `out` for every token (T <= S), or with `singles_only` for the sequences of one token."""
+    """Fill `out` for every token (T <= S), or with `singles_only` for the sequences of one token.
+
+    With `new_keys`, q and the keys of the step are first rotated, and the keys and values written.
+    """
     num_tokens, heads, head_size = q_THD.shape
     _, block_tokens, kv_heads, v_size = v_cache.shape
     num_seqs, group = seq_lens_S.shape[0], heads // kv_heads
@@ -272,7 +371,12 @@ def decode(
     splits, min_steps = _splits(pairs, tables.shape[1] * block_tokens, config)
     num_sums = pairs * splits * group * (v_size + 2) if splits > 1 else 1
     sums = out_THE.new_empty(num_sums, dtype=torch.float32)
-    pdl = has_pdl(q)
+    pdl, has_rope = has_pdl(q), new_keys is not None
+    # any tensors stand for what is missing: they are not touched
+    new = new_keys or NewKeys(q, q, q, q, seq_lens_S, None, None, 0.0, 0.0, False, False)
+    k_new, v_new = with_dense_heads(new.k_TGD), with_dense_heads(new.v_TGE)
+    cos, sin = (as_rows(new.cos_TR), as_rows(new.sin_TR)) if has_rope else (q, q)
+    num_rotated = cos.shape[1] if has_rope else 0
     first_scale, second_scale = score_scales(scale, softcap)
     with on_device(q):
         _kernel[kv_heads, num_rows, splits](
@@ -286,6 +390,15 @@ def decode(
             out_THE,
             sums,
             _arrivals(out_THE.device),
+            k_new,
+            v_new,
+            cos,
+            sin,
+            new.slots_T.contiguous(),
+            q if new.q_weight_D is None else new.q_weight_D.contiguous(),
+            q if new.k_weight_D is None else new.k_weight_D.contiguous(),
+            new.eps,
+            new.offset,
             first_scale,
             second_scale,
             window,
@@ -296,6 +409,10 @@ def decode(
             *q.stride()[:2],
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
+            *k_new.stride()[:2],
+            *v_new.stride()[:2],
+            cos.stride(0),
+            sin.stride(0),
             H=heads,
             GROUP=group,
             D=head_size,
@@ -313,6 +430,14 @@ def decode(
             FLOAT32_DOT=q.dtype == torch.float32 or not q.is_cuda,
             IS_GPU=q.is_cuda,
             PDL=pdl,
+            ROPE=has_rope,
+            R=num_rotated,
+            NORM_Q=new.q_weight_D is not None,
+            NORM_K=new.k_weight_D is not None,
+            ROUND_FIRST=new.round_first,
+            INTERLEAVED=new.interleaved,
+            HALF=ceil_to_power_of_2(num_rotated // 2),
+            REST=ceil_to_power_of_2(head_size - num_rotated),
             num_warps=max(config.num_warps, block_m // 16),
             num_stages=config.num_stages,
             launch_pdl=pdl,

@@ -80,7 +80,48 @@ def rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: b
 
 
 @jit
-def _write_turned(  # type: ignore[no-untyped-def]  # Triton
+def turned(  # type: ignore[no-untyped-def]  # Triton
+    source,
+    live,
+    weight,
+    cos,
+    sin,
+    eps,
+    offset,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The heads that begin at `source` [rows], of one token, after norm and rotation; also for other kernels.
+
+    float32 [rows, BLOCK]; each value is loaded with the other of its pair.
+    """
+    at = tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        other, column, is_first = at ^ 1, at // 2, at % 2 == 0
+    else:
+        is_first = at < R // 2
+        other, column = tl.where(is_first, at + R // 2, at - R // 2), at
+    turns, there = at < R, live[:, None] & (at < D)[None, :]
+    x = tl.load(source[:, None] + at[None, :], mask=there, other=0.0).to(tl.float32)
+    y = tl.load(source[:, None] + other[None, :], mask=there & turns[None, :], other=0.0).to(tl.float32)
+    if NORM:
+        kept_type: tl.constexpr = source.dtype.element_ty
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x_weight = tl.load(weight + at, mask=at < D, other=0.0)[None, :]
+        y_weight = tl.load(weight + other, mask=turns, other=0.0)[None, :]
+        x = scaled(x, rstd, x_weight, offset, kept_type, ROUND_FIRST).to(tl.float32)
+        y = scaled(y, rstd, y_weight, offset, kept_type, ROUND_FIRST).to(tl.float32)
+    c = tl.load(cos + column, mask=turns, other=1.0).to(tl.float32)[None, :]
+    s = tl.load(sin + column, mask=turns, other=0.0).to(tl.float32)[None, :]
+    return x * c + tl.where(is_first[None, :], -y, y) * s
+
+
+@jit
+def write_turned(  # type: ignore[no-untyped-def]  # Triton
     source,
     target,
     live,
@@ -97,7 +138,10 @@ def _write_turned(  # type: ignore[no-untyped-def]  # Triton
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Norm and rotate the heads that begin at `source` [rows] into `target`; cos and sin [rows, HALF]."""
+    """Norm and rotate the heads that begin at `source` [rows] into `target`; cos and sin [rows, HALF].
+
+    Also for other kernels.
+    """
     kept_type: tl.constexpr = source.dtype.element_ty
     i, j = tl.arange(0, HALF), R + tl.arange(0, REST)
     first = i * 2 if INTERLEAVED else i
@@ -190,7 +234,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
         source = q + token * q_stride_t + head * q_stride_h
         target = out + (token * H + head) * D
         live = there & (head < H)
-        _write_turned(
+        write_turned(
             source,
             target,
             live,
@@ -220,7 +264,7 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
         tl.store(target[:, None] + e[None, :], values, mask=copied)
         source = k + token * k_stride_t + head * k_stride_g
         target = k_cache + block * k_cache_stride_n + place * k_cache_stride_b + head * k_cache_stride_g
-        _write_turned(
+        write_turned(
             source,
             target,
             live,

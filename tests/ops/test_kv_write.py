@@ -27,7 +27,9 @@ def case(
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_each_row_lands_in_its_slot_and_nothing_else_changes(route: str, dtype: torch.dtype) -> None:
     tiny = [(0, 2, 8, 8, 4), (1, 1, 1, 1, 1), (7, 3, 5, 12, 4), (5, 2, 96, 80, 16), (9, 1, 16, 16, 6)]
-    real = [*tiny, (8192, 8, 128, 128, 16), (300, 2, 576, 512, 64), (256, 16, 256, 256, 32)]
+    real = [(8192, 8, 128, 128, 16)]  # each shape is a kernel to compile
+    if dtype == torch.bfloat16:
+        real += [*tiny, (300, 2, 576, 512, 64), (256, 16, 256, 256, 32)]
     for num_tokens, kv_heads, k_size, v_size, block_tokens in sized(route, tiny, real):
         k, v, k_cache, v_cache, slots = case(num_tokens, kv_heads, k_size, v_size, block_tokens, dtype)
         run(route, kv_write, k, v, k_cache, v_cache, slots)

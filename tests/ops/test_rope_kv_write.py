@@ -10,7 +10,7 @@ from ostinato.ops import rope_kv_write
 from ostinato.ops.rope_kv_write import OP, rope_kv_write_reference
 from tests.support.budget import assert_within_budget
 from tests.support.op_cases import Heads, rope_case
-from tests.support.op_routes import FLOATS, ROUTES, assert_graph_replays, in_type, run, sized
+from tests.support.op_routes import CUDA, FLOATS, ROUTES, assert_graph_replays, in_type, run, sized
 
 # name -> options of rope_case
 KINDS: dict[str, dict[str, Any]] = {
@@ -22,8 +22,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "interleaved_partial_norm": {"num_rotated": 4, "interleaved": True, "norm": True},
 }
 TINY = [(0, Heads(2, 1, 8, 8)), (1, Heads(3, 1, 10, 16)), (4, Heads(2, 2, 12, 5))]
-REAL = [*TINY, (1, Heads(32, 8, 128, 128)), (2049, Heads(9, 3, 64, 64)), (77, Heads(32, 32, 80, 80))]
-REAL += [(33, Heads(4, 2, 96, 96)), (130, Heads(8, 1, 256, 256))]
+MAIN = [(1, Heads(32, 8, 128, 128)), (2049, Heads(32, 8, 128, 128))]  # the same kernels
+REAL = [*TINY, *MAIN, (2049, Heads(9, 3, 64, 64)), (77, Heads(32, 32, 80, 80)), (130, Heads(8, 1, 256, 256))]
 
 
 def results(route: str, args: list[Any]) -> list[Tensor]:
@@ -37,7 +37,10 @@ def results(route: str, args: list[Any]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_q_and_both_planes_match_float64_within_the_budget(kind: str, dtype: torch.dtype, route: str) -> None:
-    for num_tokens, heads in sized(route, TINY, REAL):
+    if route == CUDA and dtype != torch.bfloat16 and kind not in ("half", "partial_norm"):
+        pytest.skip("each is a kernel to compile, and these differ from others in nothing new")
+    everything = kind == "half" and dtype == torch.bfloat16
+    for num_tokens, heads in sized(route, TINY, REAL if everything else MAIN):
         args = rope_case(num_tokens, heads, dtype=dtype, **KINDS[kind])
         true_args, plain_args = in_type(torch.float64, args), in_type(dtype, args)
         truth = [rope_kv_write_reference(*true_args), true_args[5], true_args[6]]
