@@ -132,9 +132,9 @@ def decode_rows(name: str, batch: int, context: int, speed: float, has_candidate
 
     def with_config(config: paged_decode.DecodeConfig) -> Callable[..., object]:
         def run(*args: Any) -> None:
-            *inputs, scale, window, softcap = args
+            call = cast(Any, paged_decode.decode)
             out = torch.empty_like(given.q)
-            paged_decode.decode(*inputs, None, out, scale, window, softcap, singles_only=False, config=config)
+            call(*args[:6], None, out, *args[6:], singles_only=False, config=config)
 
         return run
 
@@ -236,8 +236,10 @@ def fused_rows(name: str, batch: int) -> list[Row]:
             made.append(paged_attention.OP(turned, *p, *where))
         return made
 
-    if not all(torch.equal(one, other) for one, other in zip(together(), apart(), strict=True)):
-        raise RuntimeError(f"{name}, batch {batch}: one launch and two differ")
+    near, far = torch.stack(together()).float(), torch.stack(apart()).float()
+    error = float((near - far).norm() / far.norm())
+    if not error < 1e-2:
+        raise RuntimeError(f"{name}, batch {batch}: one launch and two differ by {error:.3g}")
     num_bytes = 2 * batch * context * model.kv_heads * model.size * 2
     one, two = times([together, apart], len(given.planes), num_bytes / 4e6)
     metric = f"gpu_rope_attention_{name}_b{batch}_c{context}_us"
