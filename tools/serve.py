@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import shlex
@@ -18,12 +19,15 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.http.serve_app import listen, serve
 from ostinato.runtime.http.server import make_app
+from ostinato.runtime.sigterm import exits_on_sigterm
 from ostinato.runtime.text import TextFrontEnd
 from ostinato.tools.flags import add_flags, changed, config_from, user_path
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"  # runtime.artifact has it too, but imports torch
+SAME_SIGNAL_S = 0.5  # a signal to the whole group ends a compile within this, unasked
+CLEAN_UP_S = 10.0  # that a compile gets to remove what is half made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,10 +82,31 @@ def find_artifact(path: Path, config: EngineConfig) -> Path:
     for setting, value in changed(config).items():
         if setting.startswith(("graph.", "passes.")):
             command.append(f"--{setting.replace('_', '-')}={_flag_value(value)}")
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
+    with exits_on_sigterm():
+        code, said = _run(command)
+    if code != 0:
         raise CompileError(f"{path}: compiling failed (see above); the command was: {shlex.join(command)}")
-    return Path(done.stdout.strip().splitlines()[-1])
+    return Path(said.strip().splitlines()[-1])
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit code and stdout of a child that does not outlive a signal to this process."""
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        said, _ = child.communicate()
+    except BaseException:
+        _end(child)
+        raise
+    return child.returncode, said
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Wait for a child that may have got our signal too; else ask it to clean up and end, then make it."""
+    for ask, seconds in ((child.poll, SAME_SIGNAL_S), (child.terminate, CLEAN_UP_S), (child.kill, None)):
+        ask()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+            return
 
 
 def _flag_value(value: object) -> str:

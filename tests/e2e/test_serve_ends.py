@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.http_streams import GREEDY, events, text_of
 from tests.support.server_process import ServerProcess, eventually, run_command, serving
+from tests.support.tiny_models import make_tiny
 
 
 @contextlib.asynccontextmanager
@@ -151,6 +152,19 @@ def test_two_servers_that_start_on_one_port_at_once_do_not_both_live(tiny_artifa
 
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_sigterm_while_it_compiles_ends_the_compile_too_and_leaves_nothing_half_made(tmp_path):
+    model = make_tiny("llama", tmp_path / "model")
+    cache = tmp_path / "cache"
+    server = ServerProcess(tmp_path, model, env={"XDG_CACHE_HOME": str(cache)})
+    eventually(lambda: bool(list(cache.glob("ostinato/.*.partial"))), 60)
+    (compiler,) = children(server.pid)
+    server.terminate()
+    assert server.wait_end() == 143
+    assert not Path(f"/proc/{compiler}").exists()
+    assert list(cache.glob("ostinato/*")) == [] == list(cache.glob("ostinato/.*.partial"))
+    assert "Traceback" not in server.log
 
 
 def test_a_missing_artifact_is_named(tmp_path):
