@@ -43,7 +43,10 @@ _POINTERS = {
     torch.bool: "*i1",
 }
 _PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
+_CONSTANT, _PLAIN, _SPECIAL = range(3)  # a parameter whose value, size, or size and multiple of 16 decides
+_INTEGERS = (("i32", "i32/16"), ("i64", "i64/16"))
 _SLOT = 8  # bytes of one kernel parameter in our buffer
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a kernel may use without an attribute
 
 
@@ -137,6 +140,15 @@ def capability() -> int:
     return major * 10 + minor
 
 
+class _Form(NamedTuple):
+    """How the arguments of a call are given."""
+
+    names: tuple[str, ...]  # parameters that the call's key looks at one by one: by position, then `late`
+    rules: tuple[int, ...]  # of each: _CONSTANT, _PLAIN or _SPECIAL
+    late: tuple[str, ...]  # parameters of the launch that are given by name
+    fixed: tuple[str, ...]  # constants and options that are given by name
+
+
 class GpuKernel:
     """The GPU side of one `jit` kernel: from call arguments to a launch."""
 
@@ -160,9 +172,53 @@ class GpuKernel:
         self._defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         self._plain = frozenset(plain)
         self._launchers: dict[tuple[Any, ...], _Launcher] = {}
+        self._forms: dict[tuple[Any, ...], _Form] = {}  # by number of positions and names of keywords
+        self._known: dict[tuple[Any, ...], _Launcher] = {}  # `_launchers` by cheaper keys
 
     def launch(self, grid: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Launch on the current stream; `args` fill the parameters from the left."""
+        form = self._forms.get((len(args), *kwargs))
+        if form is None:
+            form = self._forms[len(args), *kwargs] = self._form(len(args), kwargs)
+        given = args if not form.late else (*args, *[kwargs[name] for name in form.late])
+        key: list[Any] = [form, *[kwargs[name] for name in form.fixed]]
+        ready: list[Any] = []  # what the kernel gets
+        for value, name, rule in zip(given, form.names, form.rules, strict=True):
+            kind = type(value)
+            if rule == _CONSTANT:
+                key.append(value)
+            elif kind is int:
+                ready.append(value)
+                wide = not -(1 << 31) <= value < 1 << 31
+                key.append(_INTEGERS[wide][rule == _SPECIAL and not value & 15])
+            elif isinstance(value, Tensor):
+                address = value.data_ptr()
+                ready.append(address)
+                key.append((value.dtype,) if address & 15 else value.dtype)
+            else:
+                said = self._kind(name, value)
+                key.append(said)
+                if said[0] != "const":
+                    ready.append(value)
+        known = tuple(key)
+        launcher = self._known.get(known)
+        if launcher is None:
+            launcher = self._known[known] = self._launcher(args, kwargs)
+        launcher(grid, ready)
+
+    def _form(self, count: int, kwargs: Mapping[str, Any]) -> _Form:
+        rest = self._names[count:]
+        late = tuple(name for name in rest if name in kwargs and name not in self._constants)
+        fixed = tuple(name for name in kwargs if name not in late)
+        names = (*self._names[:count], *late)
+        rules = tuple(
+            _CONSTANT if name in self._constants else _PLAIN if name in self._plain else _SPECIAL
+            for name in names
+        )
+        return _Form(names, rules, late, fixed)
+
+    def _launcher(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Launcher:
+        """The variant for these arguments, found by what they are and not by how they were given."""
         names, values = self._names, args
         if len(args) < len(names):
             values = (*args, *(kwargs[n] if n in kwargs else self._defaults[n] for n in names[len(args) :]))
@@ -170,8 +226,8 @@ class GpuKernel:
         options = tuple([kwargs.get(option) for option in OPTIONS])
         launcher = self._launchers.get((kinds, options))
         if launcher is None:
-            launcher = self._launchers[kinds, options] = self._find(kinds, options, values)
-        launcher(grid, values)
+            launcher = self._launchers[kinds, options] = self._find(kinds, options)
+        return launcher
 
     def _kind(self, name: str, value: Any) -> Any:
         """What of an argument decides the variant: (type, divisible by 16), or the value of a constant."""
@@ -186,7 +242,7 @@ class GpuKernel:
             return "fp32", False
         raise EngineError(f"{self._name}: argument {name}={value!r} is nothing a kernel can take")
 
-    def _find(self, kinds: tuple[Any, ...], options: tuple[Any, ...], values: Sequence[Any]) -> _Launcher:
+    def _find(self, kinds: tuple[Any, ...], options: tuple[Any, ...]) -> _Launcher:
         signature = ",".join(
             f"{name}={value!r}" if kind == "const" else f"{name}:{kind}{'/16' if value else ''}"
             for name, (kind, value) in zip(self._names, kinds, strict=True)
@@ -194,8 +250,7 @@ class GpuKernel:
         said = ",".join(f"{n}={v}" for n, v in zip(OPTIONS, options, strict=True) if v is not None)
         key = f"{self._name}@{self._source}({signature}){said}"
         binary, cubin = STORE.get(key, lambda: self._compile(key, kinds, options))
-        places = [i for i, (kind, _) in enumerate(kinds) if kind != "const"]
-        return _Launcher(binary, cubin, places)
+        return _Launcher(binary, cubin)
 
     def _compile(self, key: str, kinds: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Binary, bytes]:
         compiled, params = compile_kernel(self._made(), self._names, kinds, options, capability())
@@ -251,13 +306,49 @@ def source_hash(modules: tuple[str, ...]) -> str:
     return digest.hexdigest()[:12]
 
 
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        ("gridDimX", ctypes.c_uint),
+        ("gridDimY", ctypes.c_uint),
+        ("gridDimZ", ctypes.c_uint),
+        ("blockDimX", ctypes.c_uint),
+        ("blockDimY", ctypes.c_uint),
+        ("blockDimZ", ctypes.c_uint),
+        ("sharedMemBytes", ctypes.c_uint),
+        ("hStream", ctypes.c_void_p),
+        ("attrs", ctypes.c_void_p),
+        ("numAttrs", ctypes.c_uint),
+    )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: an id, padding to 8 bytes, a union of 64 bytes that begins with an int."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("allowed", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+@cache
+def _launch_kernel_ex() -> Any:
+    """cuLaunchKernelEx of the driver. The interpreter stays locked: another thread would take it for long."""
+    function = ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
+    function.restype = ctypes.c_int
+    return function
+
+
 class _Launcher:
     """A loaded function with its parameter buffer: packs arguments and calls the driver."""
 
-    def __init__(self, binary: Binary, cubin: bytes, places: Sequence[int]) -> None:
+    def __init__(self, binary: Binary, cubin: bytes) -> None:
         from cuda.bindings import driver
 
-        self._driver, self._places = driver, places
+        self._driver, self._enter = driver, _launch_kernel_ex()
         self._name = binary.symbol
         module = _done(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
         self._module, self._cubin = module, cubin
@@ -275,32 +366,39 @@ class _Launcher:
         self._pointers = (ctypes.c_void_p * len(binary.params))(
             *(at + _SLOT * index for index in range(len(binary.params)))
         )
-        self._params = ctypes.addressof(self._pointers)
         codes = [_PACKED.get(kind, "Q") for kind in binary.params]
         self._pack = struct.Struct("<" + "".join(c if c in "qQ" else f"{c}4x" for c in codes)).pack_into
-        self._is_pointer = [kind == "ptr" for kind in binary.params]
-        config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = binary.threads, 1, 1
-        config.sharedMemBytes = binary.shared
+        self._attribute = _Attribute(_PROGRAMMATIC, 0, 1)
+        self._config = _Config(
+            blockDimX=binary.threads, blockDimY=1, blockDimZ=1, sharedMemBytes=binary.shared
+        )
         if binary.launch_pdl:
-            attribute = driver.CUlaunchAttribute()
-            kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.id = kind
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        self._config = config
+            self._config.attrs, self._config.numAttrs = ctypes.addressof(self._attribute), 1
+        self._call = (
+            ctypes.c_void_p(ctypes.addressof(self._config)),
+            ctypes.c_void_p(int(self._function)),
+            ctypes.c_void_p(ctypes.addressof(self._pointers)),
+            None,
+        )
+        self._grid: Sequence[int] = ()
+        self._stream = -1  # none
 
-    def __call__(self, grid: Sequence[int], values: Sequence[Any]) -> None:
-        ready = [v.data_ptr() if isinstance(v, Tensor) else v for v in (values[i] for i in self._places)]
+    def __call__(self, grid: Sequence[int], ready: Sequence[Any]) -> None:
+        """`ready`: integers, floats and addresses, in the order of the parameters."""
         self._pack(self._values, 0, *ready, 0, 0)
         config = self._config
-        config.gridDimX = grid[0]
-        config.gridDimY = grid[1] if len(grid) > 1 else 1
-        config.gridDimZ = grid[2] if len(grid) > 2 else 1
-        config.hStream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        (code,) = self._driver.cuLaunchKernelEx(config, self._function, self._params, 0)
-        if code.value:
-            raise EngineError(f"launch of {self._name} with grid {tuple(grid)} failed: {code.name}")
+        if grid != self._grid:
+            config.gridDimX = grid[0]
+            config.gridDimY = grid[1] if len(grid) > 1 else 1
+            config.gridDimZ = grid[2] if len(grid) > 2 else 1
+            self._grid = tuple(grid)
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        if stream != self._stream:
+            config.hStream = self._stream = stream
+        code = self._enter(*self._call)
+        if code:
+            name = self._driver.CUresult(code).name
+            raise EngineError(f"launch of {self._name} with grid {tuple(grid)} failed: {name}")
         STORE.launches += 1
 
 

@@ -35,6 +35,7 @@ class constexpr:
 # Stands for `triton.language` in annotations; a kernel that is used gets the real one instead.
 tl: Any = SimpleNamespace(constexpr=constexpr)
 _making = RLock()
+_HERE = nullcontext()
 
 
 def jit(body: Callable[..., None] | None = None, **options: Any) -> Any:
@@ -123,7 +124,8 @@ def has_pdl(x: Tensor) -> bool:
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the one of `x`."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    at = x.get_device()
+    return _HERE if at < 0 or at == torch._C._cuda_getDevice() else torch.cuda.device(at)
 
 
 def as_rows(x: Tensor) -> Tensor:

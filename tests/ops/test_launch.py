@@ -1,12 +1,18 @@
-"""Triton stays out of a process that launches none of its kernels."""
+"""Triton stays out of a process that launches none of its kernels; what a launch hands to the driver."""
 
+import ctypes
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from ostinato.errors import EngineError
-from ostinato.ops import launch
+from ostinato.ops import gpu_kernels, launch
 
 
 def run(code: str) -> str:
@@ -42,3 +48,134 @@ def test_a_kernel_without_triton_is_an_error_that_names_the_remedy(monkeypatch: 
 
     with pytest.raises(EngineError, match=r"needs triton on a GPU, and .* install triton"):
         kernel[1](0)
+
+
+DRIVER = """
+#include <cstring>
+// as in cuda.h
+struct Value { union { char pad[64]; int allowed; }; };
+struct Attribute { int id; char pad[8 - sizeof(int)]; Value value; };
+struct Config {
+    unsigned grid[3], block[3], shared; void* stream; Attribute* attrs; unsigned num_attrs;
+};
+extern "C" long long seen[16];
+long long seen[16];
+extern "C" int cuLaunchKernelEx(const Config* c, void* function, void** params, void** extra) {
+    for (int i = 0; i < 3; i++) { seen[i] = c->grid[i]; seen[3 + i] = c->block[i]; }
+    seen[6] = c->shared; seen[7] = (long long)c->stream; seen[8] = c->num_attrs;
+    seen[9] = c->num_attrs ? c->attrs->id * 10 + c->attrs->value.allowed : -1;
+    seen[10] = (long long)function; seen[11] = extra == nullptr;
+    seen[12] = *(long long*)params[0]; seen[13] = *(int*)params[1];
+    float f; memcpy(&f, params[2], 4); seen[14] = (long long)(f * 8);
+    return c->grid[0] == 99 ? 700 : 0;
+}
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """A driver that notes what it is asked to launch: (grid, block, shared, stream, attributes, ...)."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("the driver of this test is compiled by g++")
+    (tmp_path / "driver.cpp").write_text(DRIVER)
+    command = [compiler, "-shared", "-fPIC", "-o", str(tmp_path / "driver.so"), str(tmp_path / "driver.cpp")]
+    subprocess.run(command, check=True)
+    library = ctypes.PyDLL(str(tmp_path / "driver.so"))
+    monkeypatch.setattr(gpu_kernels, "_launch_kernel_ex", lambda: library.cuLaunchKernelEx)
+    done = (SimpleNamespace(value=0), 4242)
+    bindings = SimpleNamespace(
+        cuModuleLoadData=lambda _: done,
+        cuModuleGetFunction=lambda *_: done,
+        cuFuncSetAttribute=lambda *_: done[:1],
+        CUfunction_attribute=SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=1,
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=2,
+        ),
+        CUresult=lambda code: SimpleNamespace(name=f"CUDA_ERROR_{code}"),
+    )
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    package = ModuleType("cuda.bindings")
+    monkeypatch.setattr(package, "driver", bindings, raising=False)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
+    return lambda: list((ctypes.c_longlong * 16).in_dll(library, "seen"))
+
+
+tl = launch.tl
+
+
+def kernel(x, count, scale, rows, SIZE: tl.constexpr, PDL: tl.constexpr = False): ...  # type: ignore[no-untyped-def]  # Triton
+
+
+class Store:
+    """Variants by key; each takes (pointer, int, float, int)."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.launches = 0
+
+    def get(self, key: str, build: object) -> tuple[gpu_kernels.Binary, bytes]:
+        self.keys.append(key.split("(", 1)[1])
+        binary = gpu_kernels.Binary(
+            key=key,
+            symbol="kernel",
+            threads=128,
+            shared=1000,
+            params=("ptr", "i64" if "count:i64" in key else "i32", "fp32", "i32", "ptr", "ptr"),
+            launch_pdl="PDL=True" in key,
+            offset=0,
+            size=0,
+        )
+        return binary, b""
+
+
+def test_a_launch_hands_the_driver_what_cuda_h_says(
+    driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "STORE", store := Store())
+    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    x = torch.zeros(64)
+    for pdl in (True, False):
+        options = {"SIZE": 4, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+        ours.launch((3, 2), (x, 7, 2.5, 32), options)
+        attributes = [1, 61] if pdl else [0, -1]
+        assert driver()[:15] == [3, 2, 1, 128, 1, 1, 1000, 77, *attributes, 4242, 1, x.data_ptr(), 7, 20]
+    ours.launch((5,), (x[1:], -8, 0.5, 32), options)
+    assert driver()[:3] == [5, 1, 1]
+    assert driver()[12:15] == [x[1:].data_ptr(), -8, 4]
+    with pytest.raises(EngineError, match=r"launch of kernel with grid \(99,\) failed: CUDA_ERROR_700"):
+        ours.launch((99,), (x, 7, 2.5, 32), options)
+    assert store.launches == 3
+
+
+def test_a_variant_is_found_by_what_the_arguments_are_and_not_by_how_they_are_given(
+    driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "STORE", store := Store())
+    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    x, y = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
+
+    def variants(*args: object, **kwargs: object) -> list[str]:
+        before = len(store.keys)
+        ours.launch((1,), args, kwargs)
+        return [key.split(")")[0] for key in store.keys[before:]]
+
+    first = "x:*fp32/16,count:i32,scale:fp32,rows:i32/16,SIZE=4,PDL=False"
+    assert variants(x, 16, 1.0, 16, SIZE=4) == [first]
+    assert variants(x, 17, 3.0, 48, SIZE=4) == []  # the value of `count` decides nothing
+    assert variants(x, 16, 1.0, 16, 4, False) == []
+    assert variants(x, 16, rows=16, SIZE=4, scale=1.0) == []
+    assert variants(x, 16, rows=32, SIZE=4, scale=1.0) == []
+    assert variants(x, 16, rows=33, SIZE=4, scale=1.0) == [first.replace("rows:i32/16", "rows:i32")]
+    assert driver()[13:15] == [16, 8]  # given by name, in the order of the parameters
+    assert variants(x, 16, 1.0, 33, SIZE=4) == []
+    assert variants(x, 1 << 40, 1.0, 16, SIZE=4) == [first.replace("count:i32", "count:i64")]
+    assert variants(x[1:], 16, 1.0, 16, SIZE=4) == [first.replace("fp32/16", "fp32")]
+    assert variants(y, 16, 1.0, 16, SIZE=4) == [first.replace("*fp32", "*fp16")]
+    assert variants(x, 16, 1.0, 16, SIZE=8) == [first.replace("SIZE=4", "SIZE=8")]
+    assert variants(x, 16, 1.0, 16, SIZE=4, PDL=True) == [first.replace("PDL=False", "PDL=True")]
+    assert variants(x, 16, 1.0, 16, SIZE=4, num_warps=8) == [first]
+    with pytest.raises(EngineError, match="argument scale='a' is nothing a kernel can take"):
+        ours.launch((1,), (x, 16, "a", 16), {"SIZE": 4})
