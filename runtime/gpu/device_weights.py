@@ -17,9 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.errors import ArtifactError, ModelError
@@ -210,5 +208,4 @@ class DeviceWeights:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    array: NDArray[np.uint8] = tensor.numpy()
-    return memoryview(array)
+    return tensor.numpy().data

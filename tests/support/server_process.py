@@ -90,10 +90,10 @@ class ServerProcess:
         """Status and body of a GET; JSON where it is JSON."""
         return self._ask(urllib.request.Request(self.url + path))
 
-    def post(self, path: str, body: object) -> tuple[int, Any]:
-        """Status and JSON of a POST; `body` may be bytes."""
+    def post(self, path: str, body: object, **more: str) -> tuple[int, Any]:
+        """Status and JSON of a POST; `body` may be bytes, `more` are headers."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **more}
         return self._ask(urllib.request.Request(self.url + path, raw, headers))
 
     def metrics(self) -> dict[str, float]:
