@@ -11,10 +11,18 @@ from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+_passed: set[tuple[Any, ...]] = set()  # shapes that were right before: an op outside a graph is called often
+_MOST_PASSED = 4096
 
 
 def check_shapes(op: str, **tensors: tuple[Tensor, str]) -> None:
     """`x=(x, "T D"), y=(y, "T E")`: a letter is one size everywhere; a leading `*` is any leading sizes."""
+    key: tuple[Any, ...] | None = (op, *[(tensor.shape, spelling) for tensor, spelling in tensors.values()])
+    try:
+        if key in _passed:
+            return
+    except TypeError:  # symbolic sizes have no hash
+        key = None
     bound: dict[str, tuple[Any, str]] = {}
     for name, (tensor, spelling) in tensors.items():
         letters = spelling.split()
@@ -32,6 +40,10 @@ def check_shapes(op: str, **tensors: tuple[Tensor, str]) -> None:
                     f"{op}: {name} has shape {list(tensor.shape)}, {where} {list(tensors[where][0].shape)}: "
                     f"{_spelled([letter])} is {size} and {before}; {name} must be {_spelled(letters)}"
                 )
+    if key is not None:
+        if len(_passed) >= _MOST_PASSED:
+            _passed.clear()
+        _passed.add(key)
 
 
 def check_types(op: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor) -> None:
