@@ -27,6 +27,8 @@ Columns = tuple[tuple[Any, ...], ...]  # the fields of a plan's entries, in the 
 ALIGN = 64  # bytes; kernels are compiled for addresses that are multiples of 16
 _NUM_HOST = 3  # pinned copies: one being filled, those of the two steps in flight
 _MOST_SHAPES = 512  # whose views are kept; captured ones are about 30, any other is one of a kind
+_CHANGES = 512  # entries of block tables that travel at once
+_CHANGE_BYTES = 12  # of one: its place, int64, and the block, int32
 _FEW = 8  # rows up to which Python's integers are faster than numpy's calls
 
 
@@ -59,6 +61,15 @@ class _Views(NamedTuple):
     target: Tensor
 
 
+class _Changes(NamedTuple):
+    """N changed entries of the block tables on their way: places, int64, then blocks, int32."""
+
+    sources: list[Tensor]
+    target: Tensor
+    at: Tensor
+    blocks: Tensor
+
+
 class StepBuffers:
     """The input side of a step. One thread uses it; all device work goes to the current stream."""
 
@@ -79,15 +90,16 @@ class StepBuffers:
         size = self._layout(StepShape(max_tokens, max_sequences, max_tokens))[-1]
         self._bytes = size.offset + size.size * 8
         self._staged = torch.zeros(self._bytes, dtype=torch.uint8, device=device)
-        pinned = device.type == "cuda"
-        self._pinned = [
-            torch.zeros(self._bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(_NUM_HOST)
-        ]
+        self._pinned = [self._pinned_zeros(self._bytes) for _ in range(_NUM_HOST)]
         self._turn = 0
         self._views: dict[StepShape, _Views] = {}
         self._decodes: list[tuple[StepShape, int] | None] = [None] * _NUM_HOST  # (shape, rows) of each copy
         self._held_decode: tuple[StepShape, int] | None = None  # what the copy in hand was before
         self.tables = torch.zeros(max_sequences, table_width, dtype=torch.int32, device=device)
+        self._flat_tables = self.tables.view(-1)
+        self._staged_changes = torch.zeros(_CHANGE_BYTES * _CHANGES, dtype=torch.uint8, device=device)
+        self._pinned_changes = [self._pinned_zeros(_CHANGE_BYTES * _CHANGES) for _ in range(_NUM_HOST)]
+        self._changes: dict[int, _Changes] = {}  # by number of entries
         self._matrix: Ints = np.zeros((max_sequences, table_width), np.int32)
         self._flat: Ints = self._matrix.reshape(-1)
         self._row_at: Ints = np.arange(max_sequences) * table_width
@@ -271,15 +283,37 @@ class StepBuffers:
         return changes
 
     def _send_tables(self, changes: list[tuple[int, int, int]]) -> None:
+        """Entries in their order: a decode step has few, and they travel through a buffer made at start."""
         width = self._matrix.shape[1]
         if all(stop - first == 1 for _, first, stop in changes):
             at: Ints = np.array([row * width + first for row, first, _ in changes], np.int64)
         else:
             at = np.concatenate([np.arange(row * width + a, row * width + b) for row, a, b in changes])
-        packed = np.concatenate([at, self._flat[at].astype(np.int64)])
-        host = torch.from_numpy(packed)
-        moved = (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
-        self.tables.view(-1)[moved[: len(at)]] = moved[len(at) :].int()
+        for begin in range(0, len(at), _CHANGES):
+            part = at[begin : begin + _CHANGES]
+            views = self._change_views(len(part))
+            # the first part has a pinned copy of its own in each turn; later ones may still be under way
+            source = views.sources[self._turn] if begin == 0 else self._pinned_zeros(views.target.numel())
+            bytes_: Ints = source.numpy()
+            bytes_[: 8 * len(part)].view(np.int64)[:] = part
+            bytes_[8 * len(part) :].view(np.int32)[:] = self._flat[part]
+            views.target.copy_(source, non_blocking=True)
+            self._flat_tables.index_copy_(0, views.at, views.blocks)
+
+    def _change_views(self, count: int) -> _Changes:
+        found = self._changes.get(count)
+        if found is None:
+            end = _CHANGE_BYTES * count
+            found = self._changes[count] = _Changes(
+                [pinned[:end] for pinned in self._pinned_changes],
+                self._staged_changes[:end],
+                self._staged_changes[: 8 * count].view(torch.int64),
+                self._staged_changes[8 * count : end].view(torch.int32),
+            )
+        return found
+
+    def _pinned_zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
 
 def _make_inert(host: HostStep, tokens: int, sequences: int, logit_rows: int) -> None:

@@ -159,3 +159,24 @@ def test_a_decode_step_of_any_size_follows_one_of_another_shape(count: int) -> N
         buffers.fill(plan, shape, slots, buffers.host(shape))
         buffers.send(shape)
         assert_laid_out(buffers.inputs(shape)[0], plan, shape, slots.tolist(), 4)
+
+
+def test_tables_of_more_entries_than_travel_at_once_arrive_whole() -> None:
+    buffers = StepBuffers(
+        max_tokens=8,
+        max_sequences=4,
+        table_width=700,
+        block_tokens=4,
+        sample_bytes=64,
+        device=torch.device("cpu"),
+    )
+    draw = np.random.default_rng(0)
+    tables = [tuple(draw.permutation(4000)[:length].tolist()) for length in (700, 3, 513, 512)]
+    entries = tuple(
+        PlanEntry(f"r{row}", (7,), len(table) * 4 - 1, table, True, 0, 0, 1)
+        for row, table in enumerate(tables)
+    )
+    shape = StepShape(4, 4, 4)
+    buffers.fill(Plan(1, entries, 4), shape, np.zeros(4, np.int64), buffers.host(shape))
+    for row, table in zip(buffers.tables.tolist(), tables, strict=True):
+        assert row[: len(table)] == list(table)
