@@ -64,16 +64,13 @@ def prompt_ids(length: int, seed: int = 0) -> tuple[int, ...]:
 @torch.no_grad()
 def _ask(model: torch.nn.Module, prompt: tuple[int, ...]) -> Answer:
     ids = torch.tensor([prompt], device="cuda")
-    rows, cache = [], None
     for _ in range(NEW_TOKENS):
-        out = model(ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        rows.append(out.logits[0].double())
-        best = rows[-1][-1].topk(2)
+        logits = model(ids, use_cache=False).logits[0]
+        best = logits[-1].topk(2)
         if best.values[0] - best.values[1] < MIN_MARGIN:
             break
         ids = torch.cat([ids, best.indices[:1, None]], 1)
     every = ids[0].tolist()
-    scored = torch.cat(rows).log_softmax(-1)[: len(every) - 1]
+    scored = model(ids, use_cache=False).logits[0, : len(every) - 1].double().log_softmax(-1)
     logprobs = scored.gather(1, ids[0, 1:, None])[:, 0].tolist()
     return Answer(prompt, tuple(every[len(prompt) :]), tuple(logprobs))
