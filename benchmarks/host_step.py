@@ -175,20 +175,25 @@ def parent_us(batch: int) -> list[float]:
 
 
 def thread_us(batch: int) -> tuple[list[float], list[float]]:
-    """CPU time and wall time of a whole `LLM.generate`, per step; prefill is a part of it."""
-    tokens = 500
+    """CPU time and wall time of `LLM.generate`, per step: what 400 steps more take."""
+    short, long = 100, 500
     cpu, wall = [], []
     with patch.object(engine_thread, "Engine", HostEngine):
         client = engine_thread.EngineThread("nothing", config(), load=lambda *_: NoModel())
         with LLM.over(client, front_end(), config()) as llm:
             prompts = [list(request(str(at), 1).prompt_token_ids) for at in range(batch)]
-            params = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True)
-            for turn in range(4):
+
+            def took(tokens: int) -> tuple[float, float]:
+                params = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens, ignore_eos=True)
                 began, awake = time.perf_counter(), time.process_time()
                 llm.generate(prompts, params, progress=False)
-                if turn:
-                    wall.append((time.perf_counter() - began) / tokens * 1e6)
-                    cpu.append((time.process_time() - awake) / tokens * 1e6)
+                return time.process_time() - awake, time.perf_counter() - began
+
+            took(short)
+            for _ in range(5):
+                less, more = took(short), took(long)
+                cpu.append((more[0] - less[0]) / (long - short) * 1e6)
+                wall.append((more[1] - less[1]) / (long - short) * 1e6)
     return cpu, wall
 
 

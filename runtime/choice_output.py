@@ -59,6 +59,9 @@ class ChoiceOutput:
         """Take an event's tokens. After a stop string matched `finished` is set, whatever the engine says."""
         reason = event.finish_reason
         ids = event.token_ids
+        if reason is None and self._scanner is None and not self._lists_tokens:  # the middle of most answers
+            self.num_tokens += len(ids)
+            return Delta(self._detokenizer.push_all(ids))
         text = ""
         for at, token_id in enumerate(ids):
             self.num_tokens += 1

@@ -29,6 +29,9 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """What `push` gives for these one after the other, as one text."""
+
     def finish(self) -> str:
         """U+FFFD when the sequence ended inside a character, as `Tokenizer.decode` gives; else empty."""
 
@@ -94,6 +97,12 @@ class _ByteDetokenizer:
         text = self._utf8.decode(self._token_bytes(token_id))
         return self._stripped(text) if self._strip and text else text
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        if self._strip:
+            return "".join([self.push(token_id) for token_id in token_ids])
+        known, skip = self._token_bytes, self._skip
+        return self._utf8.decode(b"".join([known(one) for one in token_ids if one not in skip]))
+
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
 
@@ -123,6 +132,9 @@ class _WindowDetokenizer:
         if text.endswith("�") and len(self._pending) < 4:
             return ""
         return self._release(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join([self.push(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
         return self._release(self._fresh_text()) if self._pending else ""

@@ -138,3 +138,15 @@ def test_unknown_decoder_is_asked_about_a_short_window():
     assert pieces(codec, [0, 1, 2, 3]) == ["hello", "s", " world", ",", ""]
     assert "".join(pieces(codec, ids)) == made.decode(ids)
     assert codec.token_text(2) == "world"
+
+
+@pytest.mark.parametrize("made", [tokenizer, llama, gemma])
+@given(ids=st.lists(st.integers(0, 260), max_size=12), cut=st.integers(0, 12), at_start=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_tokens_pushed_together_give_the_text_of_one_after_the_other(made, ids, cut, at_start):
+    codec = TokenCodec(made())
+    one_by_one = codec.detokenizer(skip_special=True, at_start=at_start)
+    together = codec.detokenizer(skip_special=True, at_start=at_start)
+    expected = ["".join([one_by_one.push(token) for token in part]) for part in (ids[:cut], ids[cut:])]
+    assert [together.push_all(part) for part in (ids[:cut], ids[cut:])] == expected
+    assert together.finish() == one_by_one.finish()
