@@ -219,6 +219,7 @@ class KVSizer:
                 pool.release_physical()
             except VmmError as error:
                 log.warning("asleep, but some KV memory is not free yet: %s", error)
+        self._report(0)
 
     def wake(self) -> None:
         """Have the blocks of the start again, empty. On VmmError (no memory) it sleeps on."""

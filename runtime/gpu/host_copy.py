@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 
@@ -50,7 +51,8 @@ class HostCopy:
             _cudart("cudaHostUnregister", self.bytes.data_ptr())
             self._pinned = False
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # somebody holds a view: the memory goes with it
+            self._memory.close()
 
     def _pin(self) -> bool:
         error = _cudart("cudaHostRegister", self.bytes.data_ptr(), self.bytes.numel(), 0)
