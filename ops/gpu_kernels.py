@@ -47,6 +47,7 @@ _CONSTANT, _PLAIN, _SPECIAL = range(3)  # a parameter whose value, size, or size
 _INTEGERS = (("i32", "i32/16"), ("i64", "i64/16"))
 _SLOT = 8  # bytes of one kernel parameter in our buffer
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CARVEOUT = 14  # CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a kernel may use without an attribute
 
 
@@ -79,6 +80,9 @@ class KernelStore:
 
     def __init__(self) -> None:
         self.is_sealed = False
+        # Percent of L1 that launches want as shared memory. All kernels of a step ask for the same: to change
+        # it a multiprocessor must run empty, so the next kernel could not begin before the last one has ended.
+        self.carveout = 100
         self.launches = 0  # since start, for tests and logs
         self._compiled: dict[str, _Compiled] = {}
         self._used: set[str] = set()
@@ -329,7 +333,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int),
         ("pad", ctypes.c_int),
-        ("allowed", ctypes.c_int),
+        ("value", ctypes.c_int),
         ("rest", ctypes.c_char * 60),
     )
 
@@ -349,17 +353,12 @@ class _Launcher:
         from cuda.bindings import driver
 
         self._driver, self._enter = driver, _launch_kernel_ex()
-        self._name = binary.symbol
+        self._name, self._carveout = binary.symbol, STORE.carveout
         module = _done(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
         self._module, self._cubin = module, cubin
         self._function = _done(driver.cuModuleGetFunction(module, binary.symbol.encode()), "getFunction")
-        attributes = driver.CUfunction_attribute
-        # One split of L1 and shared memory for all kernels: to change it a multiprocessor must run empty, and
-        # the next kernel of a step could not begin before the last one has ended.
-        carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _done(driver.cuFuncSetAttribute(self._function, carveout, 100), "cuFuncSetAttribute")
         if binary.shared > _SHARED_WITHOUT_ASKING:
-            most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _done(driver.cuFuncSetAttribute(self._function, most, binary.shared), "cuFuncSetAttribute")
         self._values = ctypes.create_string_buffer(_SLOT * len(binary.params))
         at = ctypes.addressof(self._values)
@@ -368,12 +367,14 @@ class _Launcher:
         )
         codes = [_PACKED.get(kind, "Q") for kind in binary.params]
         self._pack = struct.Struct("<" + "".join(c if c in "qQ" else f"{c}4x" for c in codes)).pack_into
-        self._attribute = _Attribute(_PROGRAMMATIC, 0, 1)
+        self._attributes = (_Attribute * 2)(
+            _Attribute(_CARVEOUT, 0, self._carveout), _Attribute(_PROGRAMMATIC, 0, 1)
+        )
         self._config = _Config(
             blockDimX=binary.threads, blockDimY=1, blockDimZ=1, sharedMemBytes=binary.shared
         )
-        if binary.launch_pdl:
-            self._config.attrs, self._config.numAttrs = ctypes.addressof(self._attribute), 1
+        self._config.attrs = ctypes.addressof(self._attributes)
+        self._config.numAttrs = 2 if binary.launch_pdl else 1
         self._call = (
             ctypes.c_void_p(ctypes.addressof(self._config)),
             ctypes.c_void_p(int(self._function)),
@@ -395,6 +396,8 @@ class _Launcher:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if stream != self._stream:
             config.hStream = self._stream = stream
+        if STORE.carveout != self._carveout:
+            self._attributes[0].value = self._carveout = STORE.carveout
         code = self._enter(*self._call)
         if code:
             name = self._driver.CUresult(code).name

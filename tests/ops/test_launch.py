@@ -63,7 +63,9 @@ long long seen[16];
 extern "C" int cuLaunchKernelEx(const Config* c, void* function, void** params, void** extra) {
     for (int i = 0; i < 3; i++) { seen[i] = c->grid[i]; seen[3 + i] = c->block[i]; }
     seen[6] = c->shared; seen[7] = (long long)c->stream; seen[8] = c->num_attrs;
-    seen[9] = c->num_attrs ? c->attrs->id * 10 + c->attrs->value.allowed : -1;
+    seen[9] = 0;
+    for (unsigned i = 0; i < c->num_attrs; i++)
+        seen[9] = seen[9] * 10000 + c->attrs[i].id * 100 + c->attrs[i].value.allowed % 100;
     seen[10] = (long long)function; seen[11] = extra == nullptr;
     seen[12] = *(long long*)params[0]; seen[13] = *(int*)params[1];
     float f; memcpy(&f, params[2], 4); seen[14] = (long long)(f * 8);
@@ -114,7 +116,7 @@ class Store:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        self.launches = 0
+        self.launches, self.carveout = 0, 50
 
     def get(self, key: str, build: object) -> tuple[gpu_kernels.Binary, bytes]:
         self.keys.append(key.split("(", 1)[1])
@@ -140,7 +142,7 @@ def test_a_launch_hands_the_driver_what_cuda_h_says(
     for pdl in (True, False):
         options = {"SIZE": 4, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
         ours.launch((3, 2), (x, 7, 2.5, 32), options)
-        attributes = [1, 61] if pdl else [0, -1]
+        attributes = [2, 1450_0601] if pdl else [1, 1450]  # carveout 50 %, dependent launch
         assert driver()[:15] == [3, 2, 1, 128, 1, 1, 1000, 77, *attributes, 4242, 1, x.data_ptr(), 7, 20]
     ours.launch((5,), (x[1:], -8, 0.5, 32), options)
     assert driver()[:3] == [5, 1, 1]
