@@ -282,6 +282,7 @@ def bind_paged_attention(library: ctypes.CDLL) -> Callable[..., Tensor]:
         scale: float,
         window: int,
         softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         dtype = q.dtype
         kernel = by_type.get(dtype)
@@ -293,6 +294,7 @@ def bind_paged_attention(library: ctypes.CDLL) -> Callable[..., Tensor]:
         v_n, v_b, v_g, v_1 = v_cache.stride()
         if (
             kernel is None
+            or sinks is not None  # the kernel knows none
             or not (k_cache.dtype is v_cache.dtype is dtype)
             or not (block_tables.dtype is seq_lens.dtype is query_start.dtype is int32)
             or not (q_1 == k_1 == v_1 == 1)
@@ -305,7 +307,9 @@ def bind_paged_attention(library: ctypes.CDLL) -> Callable[..., Tensor]:
             or window < 0
             or softcap < 0
         ):
-            return fallback(q, k_cache, v_cache, block_tables, seq_lens, query_start, scale, window, softcap)
+            return fallback(
+                *(q, k_cache, v_cache, block_tables, seq_lens, query_start, scale, window, softcap, sinks)
+            )
         out = q.new_empty(tokens, heads, v_size)
         error = kernel(
             pack(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ostinato.ops import add_rms_norm, gelu_tanh_mul, rms_norm, silu_mul
+from ostinato.ops import add_rms_norm, gelu_tanh_mul, paged_attention, rms_norm, rope_kv_write, silu_mul
 from ostinato.passes.skinny import behind_views, is_one_run_of_rows, ways_down
 from ostinato.passes.values import argument, is_tensor, tensor
 
@@ -27,6 +27,7 @@ def expected_matches(graph: fx.Graph) -> dict[str, int]:
         "skinny_gated": sum(_is_gate_of(node, linears) for node in graph.nodes),
         "skinny_residual": sum(_ends_branch_of(node, linears) for node in graph.nodes),
         "skinny_norm": sum(_is_norm_of(node, linears) for node in graph.nodes),
+        "rope_attention": sum(_is_read_by_own_attention(node) for node in graph.nodes),
     }
     return {name: count for name, count in counts.items() if count}
 
@@ -70,3 +71,11 @@ def _is_norm_of(node: fx.Node, linears: set[fx.Node]) -> bool:
         normed = [node] if node.target == rms_norm.OP else []
     readers = [way[-1] for start in normed for way in ways_down(start)]
     return bool(readers) and linears.issuperset(readers)
+
+
+def _is_read_by_own_attention(node: fx.Node) -> bool:
+    """A rotated KV write of which the one reader is an attention over the planes that it writes."""
+    if node.target != rope_kv_write.OP or len(node.users) != 1:
+        return False
+    (reader,) = node.users
+    return reader.target == paged_attention.OP and argument(reader, 1) is argument(node, 5)

@@ -18,6 +18,7 @@ and in the decode plan:
   skinny_gated       of those, the ones whose halves are gate and up, joined with their product
   skinny_residual    of those, the ones that end in a sum with the residual
   skinny_norm        RMSNorms that only the ops above read, done by these
+  rope_attention     of the rotated KV writes, the ones whose queries go to one attention over the same planes
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ostinato.passes.fold_qk_norm import FoldQKNorm
 from ostinato.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from ostinato.passes.fuse_gelu_tanh_mul import FuseGeluTanhMul
 from ostinato.passes.fuse_rms_norm import FuseRMSNorm
+from ostinato.passes.fuse_rope_attention import FuseRopeAttention
 from ostinato.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from ostinato.passes.fuse_rope_table import FuseRopeTable
 from ostinato.passes.fuse_silu_mul import FuseSiluMul
@@ -73,6 +75,7 @@ def decode_plan() -> list[Pass]:
         FuseSkinnyGated(),  # before skinny_norm: the norm goes into whichever op is there
         FuseSkinnyResidual(),  # before skinny_norm: it leaves a rms_norm of an add_rms_norm
         FuseSkinnyNorm(),
+        FuseRopeAttention(),  # anywhere: it shares no node with the others
         RemoveNoops(),  # views that met, norms that nobody reads
     ]
 

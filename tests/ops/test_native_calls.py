@@ -6,8 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ostinato.ops import all_ops, kv_write, rms_norm, silu_mul  # noqa: F401  # all_ops registers the ops
-from ostinato.ops.native_calls import bind_kv_write, bind_rms_norm, bind_silu_mul, row_stride, rows_of
+from ostinato.ops import all_ops, kv_write, paged_attention, rms_norm, silu_mul  # noqa: F401  # all_ops registers the ops
+from ostinato.ops.native_calls import (
+    bind_kv_write,
+    bind_paged_attention,
+    bind_rms_norm,
+    bind_silu_mul,
+    row_stride,
+    rows_of,
+)
+from tests.support.op_cases import Heads, paged_case
 
 
 class Library:
@@ -104,3 +112,16 @@ def test_what_no_kernel_takes_reaches_the_torch_op_and_not_the_library(monkeypat
         bind(library)(*args)
         assert library.calls == []
         assert all(got is want for got, want in zip(reached.args, args, strict=True))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_attention_with_sinks_is_computed_by_the_torch_op(by_name: bool):
+    case = paged_case([9, 5], [2, 1], Heads(4, 2, 8, 12), block_tokens=4)
+    library, sinks = Library(), torch.linspace(-1, 1, 4)
+    attention, args = bind_paged_attention(library), case.args(scale=0.3)[:9]
+    assert attention(*args).shape == attention(*args, None).shape == (3, 4, 12)
+    assert [name for name, _ in library.calls] == ["paged_attention_f32"] * 2
+    out = attention(*args, sinks=sinks) if by_name else attention(*args, sinks)
+    assert len(library.calls) == 2, "the kernel of a library knows no sinks"
+    assert torch.equal(out, paged_attention.paged_attention_reference(*args, sinks))
+    assert not torch.equal(out, paged_attention.paged_attention_reference(*args))

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.errors import CompileError, ConfigError
+from ostinato.ops import paged_attention, rope_kv_write
 from ostinato.passes import pipeline
 from ostinato.passes.config import PassesConfig
+from tests.support.attention_graphs import TOKENS, attention, llama_rope, make_inputs
 from tests.support.graphs import name_weights, ops, trace
 
 PLAN = {"skinny_linear": 7, "skinny_gated": 2, "skinny_residual": 4, "skinny_norm": 3}
@@ -92,6 +94,48 @@ def test_what_is_off_does_nothing_and_its_dependents_expect_nothing(off, left):
     _, decode, _, reports = run(off=(off,))
     assert counts(reports) == left
     torch.testing.assert_close(decode(*inputs(5))[0], model(*inputs(5)))
+
+
+def run_attention(function, **settings):
+    graph = trace(function, *make_inputs()(5), tokens_dim=TOKENS, clean=False)
+    config = PassesConfig(**settings)
+    reports = pipeline.run_decode_plan(graph, config, pipeline.run(graph, config, {}))
+    (report,) = [r for r in reports if r.name == "rope_attention"] or [None]
+    return ops(graph), report
+
+
+def test_attention_takes_up_the_rotated_write_of_its_planes():
+    left, report = run_attention(attention(llama_rope))
+    assert (report.matched, report.expected) == (1, 1)
+    assert (left["rope_attention"], left["rope_kv_write"], left["paged_attention"]) == (1, 0, 0)
+
+
+def test_keys_that_are_not_rotated_are_not_expected_to_be_taken_up():
+    left, report = run_attention(attention(lambda x, cos, sin: x))
+    assert (report.matched, report.expected, report.refused) == (0, None, {})
+    assert (left["kv_write"], left["paged_attention"]) == (1, 1)
+
+
+@pytest.mark.parametrize("off", ["rope_attention", "rope_kv_write"])
+def test_attention_stays_where_its_pass_or_that_of_the_rotation_is_off(off):
+    left, report = run_attention(attention(llama_rope), off=(off,))
+    assert report is None or (report.matched, report.expected) == (0, None)
+    assert left["paged_attention"] == 1
+
+
+def test_a_write_between_rotation_and_attention_fails_the_plan_with_its_reason():
+    def function(q, k, v, cos, sin, k_cache, v_cache, slots, tables, lengths, starts):
+        args = q, k, v, cos, sin, k_cache, v_cache, slots, None, None, 0.0, 0.0, False, False
+        turned = rope_kv_write.OP(*args)
+        v_cache[:2].mul_(2)
+        return paged_attention.OP(turned, k_cache, v_cache, tables, lengths, starts, 0.25, 0, 0.0)
+
+    q, k, v, angles, *rest = make_inputs()(5)
+    tables = [angles[0].repeat(1, 2).cos(), angles[0].repeat(1, 2).sin()]
+    graph = trace(function, q[0], k[0], v[0], *tables, *rest, tokens_dim={0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 7: 0})
+    message = r"rope_attention matched 0 of 1 .*mul_ writes an input in between.*passes\.off=rope_attention"
+    with pytest.raises(CompileError, match=message):
+        pipeline.run_decode_plan(graph, PassesConfig(), [])
 
 
 def test_names_of_both_lists_are_known_to_both():
