@@ -80,8 +80,8 @@ class KernelStore:
 
     def __init__(self) -> None:
         self.is_sealed = False
-        # Percent of L1 that launches want as shared memory. All kernels of a step ask for the same: to change
-        # it a multiprocessor must run empty, so the next kernel could not begin before the last one has ended.
+        # Percent of L1 that launches want as shared memory. All kernels of a step ask for the same: to
+        # change it a multiprocessor must run empty, so the next kernel could not begin before the last ends.
         self.carveout = 100
         self.launches = 0  # since start, for tests and logs
         self._compiled: dict[str, _Compiled] = {}
