@@ -97,11 +97,11 @@ def test_compile_model_has_no_flag_without_an_effect(capsys):
 def test_serve_hands_the_settings_of_a_compile_to_the_compiler(tmp_path, monkeypatch):
     seen = []
 
-    def run(command, **_):
+    def run(command):
         seen.extend(command)
-        return subprocess.CompletedProcess(command, 0, stdout=f"a line\n{tmp_path / 'made'}\n")
+        return 0, f"a line\n{tmp_path / 'made'}\n"
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(serve, "_run", run)
     words = ("--graph.dtype=bfloat16", "--passes.off=silu_mul,rms_norm", "--passes.fuel=3", "--kv.max-gib=1")
     config = serve.config_from(parsed(serve, str(tmp_path), *words))
     assert serve.find_artifact(tmp_path, config) == tmp_path / "made"
