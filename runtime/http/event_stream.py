@@ -39,11 +39,11 @@ async def stream_events(
     try:
         async for choice, delta in deltas:
             if response is None:
-                response = await _open(request)
+                response = await open_stream(request)
             if event := render(choice, delta):
                 await response.write(event)
         if response is None:
-            response = await _open(request)
+            response = await open_stream(request)
         await response.write(closing() + DONE)
     except ConnectionError:
         raise
@@ -59,7 +59,8 @@ async def stream_events(
     return response
 
 
-async def _open(request: web.Request) -> web.StreamResponse:
+async def open_stream(request: web.Request) -> web.StreamResponse:
+    """Begin an answer of events, during which a client that ended its sending side is probed."""
     response = web.StreamResponse(headers=_HEADERS)
     if request.version >= (1, 1):
         response.enable_chunked_encoding()  # aiohttp would do so too, without saying so in `chunked`

@@ -1,0 +1,105 @@
+"""One chat answer for the routes that are not OpenAI's chat: asked as a chat request, told as pieces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from ostinato.errors import RequestError
+from ostinato.runtime.choice_output import Delta
+from ostinato.runtime.http.answer_blocks import Piece
+from ostinato.runtime.http.api_errors import refusal
+from ostinato.runtime.http.api_schema import ChatRequest
+from ostinato.runtime.http.chat_handler import chat_prompt_ids
+from ostinato.runtime.http.choices import Choice, make_choices, run_choices
+from ostinato.runtime.http.request_rules import check_prompt, fit, sampling_params
+from ostinato.runtime.http.server_state import ServerState
+from ostinato.runtime.messages import FinishReason
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """What a route calls the fields of a chat request, so that a refusal names what the client wrote.
+
+    `messages[i]` is `origins[i]`; `fields` has the other names.
+    """
+
+    fields: Mapping[str, str]
+    origins: Sequence[str]
+
+    def of(self, param: str) -> str:
+        """The client's name of `param`."""
+        if (message := re.match(r"messages\[(\d+)\]", param)) and int(message[1]) < len(self.origins):
+            return self.origins[int(message[1])]
+        head = re.match(r"\w*", param)
+        name = head[0] if head else ""
+        return self.fields.get(name, name) + ("" if name in self.fields else param[len(name) :])
+
+
+class News(NamedTuple):
+    """Pieces of an answer that came together. With `finish_reason` set nothing follows."""
+
+    pieces: list[Piece]
+    finish_reason: FinishReason | None
+
+
+@contextmanager
+def refused_as(names: FieldNames) -> Iterator[None]:
+    """A RequestError of this block speaks of the client's fields."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is None:
+            raise
+        ours, message = names.of(error.param), str(error)
+        if message.startswith(error.param):
+            message = ours + message[len(error.param) :]
+        raise type(error)(message, param=ours) from None
+
+
+def chat_request(values: Mapping[str, object], names: FieldNames) -> ChatRequest:
+    """A chat request of `values` that are not None. InvalidRequest in the words of `names`."""
+    with refused_as(names):
+        try:
+            return ChatRequest.model_validate({k: v for k, v in values.items() if v is not None})
+        except ValidationError as error:
+            raise refusal(error) from None
+
+
+async def prompt_ids(state: ServerState, chat: ChatRequest, names: FieldNames) -> list[int]:
+    """Token ids of the conversation, which leave room for an answer."""
+    window = state.engine.info.max_model_len
+    with refused_as(names):
+        ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, chat, window))
+        check_prompt(ids, state.engine.info.vocab_size, "messages")
+        return ids
+
+
+async def begin_chat(state: ServerState, chat: ChatRequest, request_id: str, names: FieldNames) -> Choice:
+    """The one sequence of an answer, ready to run."""
+    with refused_as(names):
+        logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
+        sampling = sampling_params(state, chat, limit=chat.token_limit, logprobs=logprobs)
+        ids = await prompt_ids(state, chat, names)
+        sampling = fit(sampling, ids, state.engine.info.max_model_len, param="messages")
+    (choice,) = make_choices(
+        state, request_id, [ids], [sampling], 1,
+        priority=chat.priority or 0, cache_salt=chat.cache_salt or "",
+    )  # fmt: skip
+    return choice
+
+
+async def run_chat(state: ServerState, choice: Choice) -> AsyncGenerator[News]:
+    """What the answer says, as it comes. Closing it ends the sequence; raises what `run_choices` raises."""
+    async with aclosing(run_choices(state, [choice])) as deltas:
+        async for _, delta in deltas:
+            yield News(_pieces(delta), delta.finish_reason)
+
+
+def _pieces(delta: Delta) -> list[Piece]:
+    return [Piece("text", delta.text, tokens=delta.tokens)] if delta.text or delta.tokens else []
