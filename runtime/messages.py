@@ -28,6 +28,15 @@ class SamplingParams(Section):
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[int, float] = Field(default_factory=dict, description="token id -> bias, -100 to 100")
+    allowed_token_ids: tuple[int, ...] | None = Field(
+        None, min_length=1, description="no token but these, whatever the bias says"
+    )
+    bad_words: tuple[str, ...] = Field(
+        (), description="words that are not generated; the front end turns them into `bad_word_ids`"
+    )
+    bad_word_ids: tuple[tuple[int, ...], ...] = Field(
+        (), description="the last token of each is barred where the answer ends with those before it"
+    )
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="None: drawn by the engine, per request")
     stop: tuple[str, ...] = Field(
         (), description="stop strings; handled where text is known, in the front end"
@@ -36,7 +45,10 @@ class SamplingParams(Section):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = Field(None, ge=0, description="alternatives per token; 0: only the chosen one")
-    prompt_logprobs: int | None = Field(None, ge=0, description="the same for prompt tokens")
+    logprob_token_ids: tuple[int, ...] = Field(
+        (), description="with logprobs=0: the alternatives are exactly these tokens, in this order"
+    )
+    prompt_logprobs: int | None = Field(None, ge=0, description="as `logprobs`, for prompt tokens")
     skip_special_tokens: bool = True
 
 

@@ -183,6 +183,8 @@ class GpuBackend:
             self._buffers.fill(plan, shape, rows.slots, host, every_wanted=fit.every_wanted, columns=columns)
             self._sampler.stage_again(host.samples, rows.chosen, _sampled(columns[6], columns[4]))
             self._buffers.send(shape)
+            if rows.chosen.worded:
+                self._sampler.bar_words(rows.chosen, _sampled(columns[6], columns[4]), self._last_tokens)
             if fit.replay is None:
                 logits = self._body(shape)
             else:
@@ -332,7 +334,8 @@ def _scored(entries: Sequence[PlanEntry], rows: _Rows) -> list[ScoredRow]:
                 following = request.tokens[entry.start + row + 1]
                 scored.append(ScoredRow(first + at, following, request.params.prompt_logprobs or 0))
         if entry.samples and request.params.logprobs is not None:
-            scored.append(ScoredRow(place, None, request.params.logprobs))
+            asked = request.params.logprob_token_ids
+            scored.append(ScoredRow(place, None, request.params.logprobs, asked))
     return scored
 
 

@@ -3,6 +3,7 @@
     open        a request gets a slot, and memory on the device if it has penalties, bias or min_tokens
     stage       fill the part of the step's host buffer that says how each row of logits is sampled
     launch      after the model, inside the captured graph: tokens, status, and the newest token by slot
+    bar_words   ahead of the graph, only for a step in which rows have bad words of several tokens
     after       behind the graph, only for a step in which rows ask for log-probabilities
     result      of what `after` gave, when the step is settled
 
@@ -13,7 +14,7 @@ is queued after `close`, so a request is not closed between the staging and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +27,12 @@ from ostinato.ops import sample, token_scores
 from ostinato.ops.sample_rows import GREEDY, LAYOUT, RANDOM, WORDS, limit_of, row_fields, scale_of, top_p_of
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.logprobs import FLOOR
+from ostinato.runtime.sampling.penalties import BadWords
 from ostinato.runtime.sampling.sampler import GREEDY_BELOW, NONE_ALLOWED, bad_logits
 from ostinato.runtime.sampling.sampling_rng import bits_at, seed_bits, vector_bits
 
 Ints = NDArray[np.int64]
+_ANY, _NONE = -2, -1  # in bad words: any token fits here; there is no token yet
 _FEW = 8  # rows up to which Python's integers are faster than numpy's calls
 
 
@@ -50,15 +53,20 @@ class ChosenRows(NamedTuple):
     seeds: NDArray[np.uint64]
     min_tokens: Ints
     last_early: int  # from this position on no row has an early bias
+    worded: tuple[int, ...]  # rows, as indices of `slot`, whose bad words have several tokens
     is_front: bool  # place is 0, 1, 2, ...
 
 
 class ScoredRow(NamedTuple):
-    """A row of logits whose log-probabilities are asked: of `token` (None: the sampled one), of the best."""
+    """A row of logits whose log-probabilities are asked: of `token` (None: the sampled one), of the best.
+
+    `asked`: tokens that take the place of the best, if there are any.
+    """
 
     place: int
     token: int | None
     num_top: int
+    asked: tuple[int, ...] = ()
 
 
 class Scores:
@@ -67,7 +75,7 @@ class Scores:
     def __init__(self, rows: Sequence[ScoredRow], places: Tensor, answer: Tensor) -> None:
         self._rows = rows
         self._event: torch.cuda.Event | None = None
-        both = torch.cat([places.view(torch.int32).view(len(rows), 2), answer], 1)
+        both = torch.cat([places.view(torch.int32).view(len(places), 2), answer], 1)
         if answer.is_cuda:
             self._answer = torch.empty(both.shape, dtype=torch.int32, pin_memory=True)
             self._answer.copy_(both, non_blocking=True)
@@ -84,15 +92,22 @@ class Scores:
         values = words.view(np.float32)
         most = (words.shape[1] - 4) // 2
         records: list[TokenLogprob | None] = []
-        for index, row in enumerate(self._rows):
+        index = -1
+        for row in self._rows:
+            index += 1
             token, rank = int(words[index, :2].view(np.int64)[0]), int(words[index, 2])
             if rank == 0:
                 records.append(None)
+                index += len(row.asked)
                 continue
             ids = words[index, 4 : 4 + row.num_top].tolist()
             likely = values[index, 4 + most : 4 + most + row.num_top].tolist()
             top = tuple((i, value) for i, value in zip(ids, likely, strict=True) if value >= FLOOR)
             logprob = max(float(values[index, 3]), FLOOR)
+            if row.asked:
+                own = values[index + 1 : index + 1 + len(row.asked), 3].tolist()
+                top = tuple((i, max(value, FLOOR)) for i, value in zip(row.asked, own, strict=True))
+                index += len(row.asked)
             records.append(TokenLogprob(token_id=token, logprob=logprob, rank=rank, top=top))
         return records
 
@@ -109,6 +124,7 @@ class DeviceSampler:
         self._slots: dict[str, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
         self._memory: dict[int, list[Tensor]] = {}  # by slot: what `bias` and `counts` point to
+        self._words: dict[int, _Words] = {}  # by slot: bad words of several tokens
         self._fields = {name: np.zeros(max_requests, dtype) for name, dtype in LAYOUT.items()}
         self._early_bias: Ints = np.zeros(max_requests, np.int64)  # for the first `min_tokens`
         self._min_tokens: Ints = np.zeros(max_requests, np.int64)
@@ -134,8 +150,13 @@ class DeviceSampler:
         if not self._free:
             raise EngineError(f"all {self.max_requests} slots are taken; close a request first")
         early, late, counts = self._made(params, prompt_tokens)
+        longer = BadWords(params.bad_word_ids).longer
+        words = _Words(longer, early, late, self._upload) if longer else None
         slot = self._slots[request_id] = self._free.pop()
         self._memory[slot] = [memory for memory in (early, late, counts) if memory is not None]
+        if words is not None:
+            self._words[slot] = words
+            self._memory[slot] += words.memory
         is_random = params.temperature >= GREEDY_BELOW
         temperature = params.temperature if is_random else 1.0
         values = {
@@ -163,6 +184,7 @@ class DeviceSampler:
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             del self._memory[slot]
+            self._words.pop(slot, None)
             self._free.append(slot)
 
     def slot(self, request_id: str) -> int:
@@ -193,6 +215,7 @@ class DeviceSampler:
             self._seeds[slot],
             min_tokens,
             int(min_tokens.max(initial=0)),
+            tuple(at for at, one in enumerate(slots) if one in self._words) if self._words else (),
             is_front=list(places) == list(range(len(places))),
         )
 
@@ -227,6 +250,16 @@ class DeviceSampler:
         chosen = self.choose(len(words) // WORDS, [row.place for row in rows], [row.slot for row in rows])
         self.stage_again(words, chosen, [row.position for row in rows])
 
+    def bar_words(self, rows: ChosenRows, positions: Sequence[int], last_tokens: Tensor) -> None:
+        """Queue, ahead of `launch`, what bars the completion of bad words of several tokens.
+
+        The token before may still be on its way: it is read from `last_tokens`, on the device. A row that has
+        such words costs about ten small kernels in each step, the others nothing.
+        """
+        for at in rows.worded:
+            slot = int(rows.slot[at])
+            self._words[slot].bar(positions[at], last_tokens[slot : slot + 1])
+
     def launch(
         self, logits_RV: Tensor, rows: Tensor, tokens_R: Tensor, status_R: Tensor, last_tokens: Tensor
     ) -> None:
@@ -240,14 +273,11 @@ class DeviceSampler:
         """Queue the log-probabilities of a step, behind its `launch` and ahead of the next one."""
         if not rows:
             return None
-        asked = np.array(
-            [
-                [row.place for row in rows],
-                [-1 if row.token is None else row.token for row in rows],
-                [row.num_top for row in rows],
-            ],
-            np.int64,
-        )
+        questions: list[tuple[int, int, int]] = []
+        for row in rows:
+            questions.append((row.place, -1 if row.token is None else row.token, row.num_top))
+            questions += [(row.place, token, 0) for token in row.asked]
+        asked = np.array(questions, np.int64).T.copy()
         most = int(asked[2].max())
         asked_on_device = self._upload(asked)
         place, token = asked_on_device[0], asked_on_device[1]
@@ -260,8 +290,9 @@ class DeviceSampler:
         """Early bias, bias, counts; None where the request does not need them."""
         barred = self._eos_token_ids.union(params.stop_token_ids) if params.min_tokens > 0 else frozenset()
         barred = frozenset(token for token in barred if token < self.vocab_size)
-        early = self._bias(params.logit_bias, barred) if barred else None
-        late = self._bias(params.logit_bias, frozenset()) if params.logit_bias else None
+        is_biased = bool(params.logit_bias or params.bad_word_ids) or params.allowed_token_ids is not None
+        early = self._bias(params, barred) if barred else None
+        late = self._bias(params, frozenset()) if is_biased else None
         if early is None and params.min_tokens > 0:
             early = late
         has_penalties = (
@@ -278,21 +309,70 @@ class DeviceSampler:
             counts.index_fill_(0, self._upload(seen), 1)
         return early, late, counts
 
-    def _bias(self, logit_bias: dict[int, float], barred: frozenset[int]) -> Tensor:
+    def _bias(self, params: SamplingParams, barred: frozenset[int]) -> Tensor:
         """What is added to the logits, as `penalties.py` says it: -inf forbids."""
+        logit_bias = params.logit_bias
         forced = {token: b for token, b in logit_bias.items() if b >= 100 and token not in barred}
         changed = forced or {token: b if b > -100 else -np.inf for token, b in logit_bias.items()}
         changed = changed | dict.fromkeys(barred, -np.inf)
         bias = torch.full((self.vocab_size,), -torch.inf if forced else 0.0, device=self.device)
         ids = self._upload(np.fromiter(changed.keys(), np.int64, len(changed)))
         values = self._upload(np.fromiter(changed.values(), np.float32, len(changed)))
-        return bias.index_copy_(0, ids, values)
+        bias.index_copy_(0, ids, values)
+        if params.allowed_token_ids is not None:
+            allowed = np.unique(np.asarray(params.allowed_token_ids, np.int64))
+            allowed_ids = self._upload(allowed[allowed < self.vocab_size])
+            kept = bias[allowed_ids]
+            bias.fill_(-torch.inf).index_copy_(0, allowed_ids, kept)
+        always = BadWords(params.bad_word_ids).always
+        if always:
+            bias.index_fill_(0, self._upload(np.array(always, np.int64)), -torch.inf)
+        return bias
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class _Words:
+    """Bad words of several tokens of one request: its newest tokens and its biases, both on the device."""
+
+    def __init__(
+        self,
+        words: Sequence[tuple[int, ...]],
+        early: Tensor | None,
+        late: Tensor | None,
+        upload: Callable[[NDArray[np.generic]], Tensor],
+    ) -> None:
+        most = max(len(word) for word in words) - 1
+        lasts, which = np.unique(np.array([word[-1] for word in words], np.int64), return_inverse=True)
+        beginnings = np.full((len(words), most), _ANY, np.int64)
+        for at, word in enumerate(words):
+            beginnings[at, most - len(word) + 1 :] = word[:-1]
+        self._lasts, self._which = upload(lasts), upload(which.astype(np.int64))
+        self._beginnings = upload(beginnings)
+        self._newest = upload(np.full(most, _NONE, np.int64))
+        biases = [early, late] if early is not late else [late]
+        self._biases = [(bias, bias[self._lasts]) for bias in biases if bias is not None]
+        self._position = 0
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What it holds on the device, besides the biases."""
+        own = [before for _, before in self._biases]
+        return [self._lasts, self._which, self._beginnings, self._newest, *own]
+
+    def bar(self, position: int, last_token: Tensor) -> None:
+        """Before the token `position` of the answer is drawn; `last_token` [1] is the one before it."""
+        if position > self._position:
+            self._newest.copy_(torch.cat([self._newest[1:], last_token]))
+            self._position = position
+        fits = ((self._beginnings == self._newest) | (self._beginnings == _ANY)).all(1)
+        penalty = torch.where(fits, -torch.inf, 0.0)
+        for bias, before in self._biases:
+            bias.index_copy_(0, self._lasts, before.scatter_add(0, self._which, penalty))
 
 
 def sampling_error(status: int, position: int) -> str | None:

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the model's own distribution: before bias, penalties and temperature.
 
 This is vLLM's `raw_logprobs`. All values are finite, as JSON needs it: an alternative of probability zero is
-left out, a chosen token of probability zero (one that `logit_bias` forced) gets FLOOR.
+left out, a token of probability zero that was chosen (`logit_bias` forced it) or asked for gets FLOOR.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ FLOOR = -9999.0  # nats; what OpenAI's API reports for "as good as impossible"
 CHUNK_ROWS = 64  # bounds the float32 copy to 64 * vocabulary * 4 bytes
 
 
-def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(
+    logits_RV: Tensor,
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+    asked: Sequence[tuple[int, ...]] | None = None,
+) -> list[TokenLogprob]:
     """One record per row: its token, the rank (1 + tokens that are strictly likelier), the best `num_top`.
+
+    `asked`: of each row, tokens that take the place of the best (if there are any), in their order.
 
     Equally likely alternatives come in the order of their ids. Raises EngineError when a row has NaN or no
     finite value. For prompt log-probabilities, `token_ids` are the prompt tokens that follow the rows.
@@ -27,12 +34,13 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequenc
     records: list[TokenLogprob] = []
     for at in range(0, len(token_ids), CHUNK_ROWS):
         chunk = slice(at, at + CHUNK_ROWS)
-        records += _chunk_logprobs(logits_RV[chunk], token_ids[chunk], num_top[chunk])
+        wanted = asked[chunk] if asked is not None else [()] * len(token_ids[chunk])
+        records += _chunk_logprobs(logits_RV[chunk], token_ids[chunk], num_top[chunk], wanted)
     return records
 
 
 def _chunk_logprobs(
-    logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+    logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int], asked: Sequence[tuple[int, ...]]
 ) -> list[TokenLogprob]:
     logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     if bool(logprobs_RV.isnan().any()):
@@ -42,11 +50,21 @@ def _chunk_logprobs(
     ranks = (1 + (logprobs_RV > values_R1).sum(1)).tolist()
     values = values_R1.squeeze(1).clamp(min=FLOOR).tolist()
     return [
-        TokenLogprob(token_id=token, logprob=value, rank=rank, top=_best(logprobs_V, most))
-        for token, value, rank, logprobs_V, most in zip(
-            token_ids, values, ranks, logprobs_RV, num_top, strict=True
+        TokenLogprob(
+            token_id=token,
+            logprob=value,
+            rank=rank,
+            top=_of(logprobs_V, tokens) if tokens else _best(logprobs_V, most),
+        )
+        for token, value, rank, logprobs_V, most, tokens in zip(
+            token_ids, values, ranks, logprobs_RV, num_top, asked, strict=True
         )
     ]
+
+
+def _of(logprobs_V: Tensor, tokens: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    values = logprobs_V[torch.tensor(tokens, device=logprobs_V.device)].clamp(min=FLOOR)
+    return tuple(zip(tokens, values.tolist(), strict=True))
 
 
 def _best(logprobs_V: Tensor, most: int) -> tuple[tuple[int, float], ...]:

@@ -1,8 +1,11 @@
 """Changes of one request's logits before tokens are drawn: bias, barred tokens, penalties. vLLM's meaning.
 
-Order: logit_bias, EOS and stop tokens barred for the first `min_tokens`, then the penalties.
+Order: logit_bias, EOS and stop tokens barred for the first `min_tokens`, allowed_token_ids, bad words, then
+the penalties.
     logit_bias    -100 forbids a token; 100 leaves only the tokens with 100 (unless all of them are barred);
                   anything between is added
+    allowed_token_ids  forbids every other token, also one with a bias of 100
+    bad_word_ids  forbid the last token of a word where the answer ends with the tokens before it
     repetition    over prompt and answer: positive logits divided, others multiplied
     frequency     over the answer: minus penalty * count
     presence      over the answer: minus penalty, where count > 0
@@ -17,6 +20,31 @@ import torch
 from torch import Tensor
 
 from ostinato.runtime.messages import SamplingParams
+
+
+class BadWords:
+    """Token sequences of which none may be completed. Only tokens of the answer count as its beginning."""
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self.words = words
+        self.always = sorted({word[0] for word in words if len(word) == 1})
+        self.longer = [word for word in words if len(word) > 1]
+
+    def barred(self, tokens: Sequence[int], start: int, end: int) -> list[int]:
+        """Tokens that may not follow the answer `tokens[start:end]`."""
+        barred = set(self.always)
+        for word in self.longer:
+            begin = end - len(word) + 1
+            if begin >= start and all(tokens[begin + at] == word[at] for at in range(len(word) - 1)):
+                barred.add(word[-1])
+        return sorted(barred)
+
+
+def _keep_only(logits_V: Tensor, tokens: Sequence[int]) -> None:
+    ids = torch.tensor(tokens, device=logits_V.device)
+    kept = logits_V[ids]
+    logits_V.fill_(-torch.inf)
+    logits_V[ids] = kept
 
 
 class LogitAdjuster:
@@ -43,6 +71,9 @@ class LogitAdjuster:
         self._forced = [token for token, bias in params.logit_bias.items() if bias >= 100]
         barred = eos_token_ids.union(params.stop_token_ids) if params.min_tokens > 0 else ()
         self._barred = sorted(token for token in barred if token < vocab_size)
+        allowed = params.allowed_token_ids
+        self._allowed = None if allowed is None else sorted({t for t in allowed if t < vocab_size})
+        self._bad_words = BadWords(params.bad_word_ids)
         self._slot_of: dict[int, int] = {}  # token -> place in the two arrays below
         self._ids = np.empty(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)  # in the answer
@@ -51,7 +82,13 @@ class LogitAdjuster:
 
     def is_idle(self, position: int) -> bool:
         """Logits of generated token `position` stay as they are."""
-        return not (self._bias or self._has_penalties or (self._barred and position < self.params.min_tokens))
+        return not (
+            self._bias
+            or self._has_penalties
+            or self._allowed is not None
+            or self._bad_words.words
+            or (self._barred and position < self.params.min_tokens)
+        )
 
     def adjust(self, logits_V: Tensor, position: int) -> None:
         """Change float32 logits in place. Cost: linear in the distinct tokens seen, not in the vocabulary."""
@@ -64,12 +101,14 @@ class LogitAdjuster:
             logits_V[torch.tensor(barred, device=device)] = -torch.inf
         forced = [token for token in self._forced if token not in barred]
         if forced:
-            ids = torch.tensor(forced, device=device)
-            kept = logits_V[ids]
-            logits_V.fill_(-torch.inf)
-            logits_V[ids] = kept
+            _keep_only(logits_V, forced)
+        if self._allowed is not None:
+            _keep_only(logits_V, self._allowed)
+        answer_end = self._prompt_tokens + position
+        if bad := self._bad_words.barred(self.tokens, self._prompt_tokens, answer_end):
+            logits_V[torch.tensor(bad, device=device)] = -torch.inf
         if self._has_penalties:
-            self._penalise(logits_V, self._prompt_tokens + position)
+            self._penalise(logits_V, answer_end)
 
     def _penalise(self, logits_V: Tensor, num_tokens: int) -> None:
         self._count(num_tokens)

@@ -1,6 +1,6 @@
 """From logits to tokens. R rows (one per sequence that samples), V vocabulary, N blocks of BLOCK tokens.
 
-Order of things: bias, barred tokens, penalties (`penalties.py`); then argmax, or temperature, min_p, top_k,
+Order of things: bias, barred and allowed tokens, penalties (`penalties.py`); then argmax, or temperature, min_p, top_k,
 top_p and one draw. top_p is taken of what top_k and min_p left. A temperature below GREEDY_BELOW is greedy.
 Between equal logits the lower id goes first, in greedy, top_k and top_p alike.
 
@@ -30,7 +30,9 @@ GREEDY_BELOW = 1e-5
 BLOCK = 256  # tokens; the cumulative sum runs over V / BLOCK block sums, then inside one block
 CHUNK_ROWS = 64  # bounds the float32 copies to a few times 64 * vocabulary * 4 bytes
 NUCLEUS_TRIES = (64, 1024)  # most nuclei are small: look at so many best tokens before sorting more
-NONE_ALLOWED = "logit_bias and min_tokens forbid every token; allow at least one"
+NONE_ALLOWED = (
+    "logit_bias, min_tokens, allowed_token_ids and bad_words together forbid every token; allow at least one"
+)
 
 
 def bad_logits(position: int) -> str:
@@ -150,15 +152,15 @@ class Sampler:
 
     def _add_logprobs(self, logits_RV: Tensor, rows: Sequence[SampleRow], batch: SampledBatch) -> None:
         wanted = [
-            (index, row.request_id, row.params.logprobs)
+            (index, row.request_id, row.params.logprobs, row.params.logprob_token_ids)
             for index, row in enumerate(rows)
             if row.params.logprobs is not None and row.request_id in batch.tokens
         ]
         if not wanted:
             return
-        indices, ids, num_top = zip(*wanted, strict=True)
+        indices, ids, num_top, asked = zip(*wanted, strict=True)
         logits_RV = logits_RV[torch.tensor(indices, device=logits_RV.device)]
-        records = token_logprobs(logits_RV, [batch.tokens[i] for i in ids], num_top)
+        records = token_logprobs(logits_RV, [batch.tokens[i] for i in ids], num_top, asked)
         batch.logprobs.update(zip(ids, records, strict=True))
 
 

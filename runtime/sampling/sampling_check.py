@@ -23,12 +23,23 @@ def validate_sampling(params: SamplingParams, vocab_size: int) -> None:
             )
     if len(params.logit_bias) == vocab_size and all(bias == -100 for bias in params.logit_bias.values()):
         raise InvalidRequest("logit_bias: every token is forbidden; leave at least one", param="logit_bias")
-    for token in params.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids: {token} is not in the vocabulary, ids are 0 to {vocab_size - 1}",
-                param="stop_token_ids",
-            )
+    for field, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logprob_token_ids", params.logprob_token_ids),
+    ):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    f"{field}: {token} is not in the vocabulary, ids are 0 to {vocab_size - 1}", param=field
+                )
+    _check_words(params, vocab_size)
+    if params.logprob_token_ids and params.logprobs != 0:
+        raise InvalidRequest(
+            f"logprob_token_ids: needs logprobs=0, since they take the place of the likeliest tokens; got "
+            f"logprobs={params.logprobs}",
+            param="logprob_token_ids",
+        )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidRequest(
             f"min_tokens={params.min_tokens} is more than max_tokens={params.max_tokens}; lower it",
@@ -39,3 +50,28 @@ def validate_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(
                 f"{field}={count}: the vocabulary has only {vocab_size} tokens; lower it", param=field
             )
+
+
+def _check_words(params: SamplingParams, vocab_size: int) -> None:
+    if params.bad_words and not params.bad_word_ids:
+        raise InvalidRequest(
+            "bad_words: an engine knows no text; give bad_word_ids, the tokens of each word",
+            param="bad_words",
+        )
+    for word in params.bad_word_ids:
+        if not word or not all(0 <= token < vocab_size for token in word):
+            raise InvalidRequest(
+                f"bad_word_ids: {word!r:.80} must be one or more ids from 0 to {vocab_size - 1}",
+                param="bad_word_ids",
+            )
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        return
+    forced = {token for token, bias in params.logit_bias.items() if bias >= 100}
+    never = {word[0] for word in params.bad_word_ids if len(word) == 1}
+    never |= {token for token, bias in params.logit_bias.items() if bias <= -100}
+    if not (set(allowed) & forced if forced else set(allowed)) - never:
+        raise InvalidRequest(
+            "allowed_token_ids: logit_bias and bad_words leave none of them; allow at least one more",
+            param="allowed_token_ids",
+        )

@@ -27,6 +27,11 @@ ADJUSTED: tuple[dict[str, object], ...] = (
     {"logit_bias": {1: 100, 3: 100}, "min_tokens": 2},
     {"logit_bias": {3: 100}, "min_tokens": 2, "stop_token_ids": (6, 41)},
     {"min_tokens": 3, "temperature": 0, "frequency_penalty": 1.0},
+    {"allowed_token_ids": (8, 2, 30, 8, 41)},
+    {"allowed_token_ids": tuple(range(20)), "logit_bias": {1: 100, 2: 100, 25: 100}, "min_tokens": 3},
+    {"allowed_token_ids": (4, 6, 9), "bad_word_ids": ((6,), (9, 4), (4, 4, 4)), "temperature": 1.5},
+    {"allowed_token_ids": (1, 2, 3), "bad_word_ids": ((1, 2), (3, 2), (2, 1)), "min_tokens": 4},
+    {"bad_word_ids": ((7,), (11, 5)), "repetition_penalty": 1.3, "logit_bias": {5: 9.0, 11: 9.0, 7: 50.0}},
     {},
 )
 
@@ -49,6 +54,8 @@ class Steps:
             if name is not None
         ]
         self.sampler.stage(words, rows)
+        chosen = self.sampler.choose(len(names), [row.place for row in rows], [row.slot for row in rows])
+        self.sampler.bar_words(chosen, [row.position for row in rows], self.last_tokens)
         self.tokens = torch.empty(len(names), dtype=torch.int64, device=self.device)
         status = torch.empty(len(names), dtype=torch.int32, device=self.device)
         self.sampler.launch(
@@ -169,6 +176,50 @@ def test_log_probabilities_of_sampled_and_prompt_tokens_equal_the_cpu_records(de
     assert len(impossible.top) == 10
     assert bad is None
     assert steps.sampler.after(logits, tokens, []) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_log_probabilities_of_tokens_that_were_named_are_in_their_order(device: str) -> None:
+    steps = Steps(1, device)
+    logits = torch.randn(2, VOCAB + 4)
+    logits[0, 7] = -torch.inf
+    steps.sampler.open("r", settings(), 5, PROMPT)
+    token = steps.step(logits, ["r", None], [0, 0])[0]
+    asked = [
+        ScoredRow(0, None, 0, (9, 7, 2)),
+        ScoredRow(1, 3, 2),
+        ScoredRow(1, None, 0, (1,)),
+        ScoredRow(0, 4, 1),
+    ]
+    scores = steps.sampler.after(logits.to(device), torch.tensor([token, 6], device=device), asked)
+    assert scores is not None
+    records = scores.result()
+    named = token_logprobs(logits[:1, :VOCAB], [token], [0], [(9, 7, 2)])[0]
+    assert named.top[1] == (7, -9999.0)
+    assert_close(records[0], named)
+    assert_close(records[1], record_of(logits[1], 3, 2))
+    assert_close(records[2], token_logprobs(logits[1:, :VOCAB], [6], [0], [(1,)])[0])
+    assert_close(records[3], record_of(logits[0], 4, 1))
+    logits[0, 0] = torch.nan
+    scores = steps.sampler.after(logits.to(device), torch.tensor([token, 6], device=device), asked)
+    assert scores is not None
+    assert [record is None for record in scores.result()] == [True, False, False, True]
+
+
+def test_a_step_that_is_staged_twice_counts_its_token_once_and_a_reused_slot_has_no_history() -> None:
+    steps = Steps(1)
+    logits = torch.tensor([[5.0, 4.0, 3.0] + [-9.0] * 37])
+    params = settings(temperature=0, bad_word_ids=((0, 0), (0, 1, 0)))
+    for name in ("a", "b"):
+        slot = steps.sampler.open(name, params, 0, (0, 0))
+        tokens = []
+        for position in range(5):
+            chosen = steps.sampler.choose(1, [0], [slot])
+            steps.sampler.bar_words(chosen, [position], steps.last_tokens)
+            tokens += steps.step(logits, [name], [position])
+        assert tokens == [0, 1, 1, 0, 1]  # the prompt's zeros do not count
+        steps.sampler.close(name)
+    assert steps.sampler.choose(1, [0], [0]).worded == ()
 
 
 def test_a_request_is_opened_once_and_only_while_a_slot_is_free() -> None:

@@ -30,6 +30,15 @@ def test_the_chosen_token_its_rank_and_the_best_alternatives():
     )
 
 
+def test_named_tokens_take_the_place_of_the_best_in_the_order_asked_and_impossible_ones_are_finite():
+    record = sampled(temperature=0, logprobs=0, logprob_token_ids=(2, 4, 1))
+    assert (record.token_id, record.rank) == (1, 1)
+    assert [token for token, _ in record.top] == [2, 4, 1]
+    assert [value for _, value in record.top] == pytest.approx(
+        [FLOOR, math.log(0.125), math.log(0.5)], abs=1e-6
+    )
+
+
 def test_zero_alternatives_give_the_chosen_token_alone_and_none_gives_nothing():
     assert sampled(temperature=0, logprobs=0).top == ()
     params = SamplingParams(temperature=0)

@@ -5,7 +5,7 @@ import torch
 
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.sampling.penalties import LogitAdjuster
-from ostinato.runtime.sampling.sampler import Sampler, SampleRow
+from ostinato.runtime.sampling.sampler import NONE_ALLOWED, Sampler, SampleRow
 
 LOGITS = [2.0, -1.0, 0.5, 4.0, 0.0, 1.0]
 
@@ -96,6 +96,34 @@ def test_eos_and_stop_tokens_are_barred_for_min_tokens_even_if_forced():
     ]
 
 
+BAR = -torch.inf
+
+
+def test_allowed_tokens_are_the_only_ones_and_a_bias_cannot_widen_them():
+    assert adjusted([], 0, allowed_token_ids=(3, 1, 3)) == [BAR, -1.0, BAR, 4.0, BAR, BAR]
+    assert (
+        adjusted([], 0, allowed_token_ids=(1, 3), logit_bias={0: 100, 3: 100})
+        == [BAR] * 3 + [104.0] + [BAR] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "barred"),
+    [([], [5]), ([2], [3, 5]), ([2, 3], [5]), ([1, 2], [3, 4, 5]), ([2, 1, 2], [3, 4, 5]), ([1], [5])],
+)
+def test_the_last_token_of_a_bad_word_is_barred_where_the_answer_ends_with_its_beginning(answer, barred):
+    words = ((5,), (2, 3), (1, 2, 4))
+    expected = [BAR if token in barred else value for token, value in enumerate(LOGITS)]
+    assert adjusted([1, 2, *answer], 2, bad_word_ids=words) == expected  # the prompt begins no word
+    assert adjusted([*answer], 0, bad_word_ids=words, logit_bias={token: 50 for token in barred}) == expected
+
+
+def test_a_forced_token_that_completes_a_bad_word_leaves_nothing():
+    params = SamplingParams(bad_word_ids=((0, 1),), logit_bias={1: 100})
+    batch = Sampler(3).sample(torch.zeros(1, 3), [SampleRow("r", params, 0, 1, [0], 0)])
+    assert batch.errors == {"r": NONE_ALLOWED}
+
+
 @pytest.mark.parametrize(
     ("sampling", "position", "idle"),
     [
@@ -104,6 +132,9 @@ def test_eos_and_stop_tokens_are_barred_for_min_tokens_even_if_forced():
         ({"presence_penalty": -0.1}, 0, False),
         ({"frequency_penalty": 0.1}, 0, False),
         ({"logit_bias": {1: 1.0}}, 0, False),
+        ({"allowed_token_ids": (1,)}, 9, False),
+        ({"bad_word_ids": ((1,),)}, 0, False),
+        ({"bad_word_ids": ((1, 2),)}, 9, False),
         ({"min_tokens": 3}, 2, False),
         ({"min_tokens": 3}, 3, True),
     ],
@@ -151,7 +182,7 @@ def test_min_tokens_puts_eos_off():
 def test_what_forbids_every_token_is_an_error_of_that_request():
     params = SamplingParams(min_tokens=1, stop_token_ids=(0,), logit_bias={1: -100})
     batch = Sampler(2).sample(torch.zeros(1, 2), [SampleRow("r", params, 0, 0, [], 0)])
-    assert batch.errors == {"r": "logit_bias and min_tokens forbid every token; allow at least one"}
+    assert batch.errors == {"r": NONE_ALLOWED}
 
 
 def test_released_requests_leave_no_state_and_a_reused_id_starts_anew():
