@@ -55,6 +55,11 @@ class ChoiceOutput:
         self._shown = 0
         self._waiting: deque[tuple[ShownToken, int]] = deque()  # with the offset of its end
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return None if self._scanner is None else self._scanner.matched
+
     def push(self, event: TokenEvent) -> Delta:
         """Take an event's tokens. After a stop string matched `finished` is set, whatever the engine says."""
         reason = event.finish_reason

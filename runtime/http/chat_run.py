@@ -1,4 +1,4 @@
-"""One chat answer for the routes that are not OpenAI's chat: asked as a chat request, told as pieces."""
+"""One chat answer for the routes that are not OpenAI's chat: asked as a chat request, told as events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from ostinato.errors import RequestError
-from ostinato.runtime.choice_output import Delta
-from ostinato.runtime.http.answer_blocks import Piece
+from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.chat_handler import chat_prompt_ids
@@ -20,6 +19,7 @@ from ostinato.runtime.http.choices import Choice, make_choices, run_choices
 from ostinato.runtime.http.request_rules import check_prompt, fit, sampling_params
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.messages import FinishReason
+from ostinato.runtime.output.events import Content, Event
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class FieldNames:
 
 
 class News(NamedTuple):
-    """Pieces of an answer that came together. With `finish_reason` set nothing follows."""
+    """Events of an answer that came together. With `finish_reason` set nothing follows."""
 
-    pieces: list[Piece]
+    events: list[Event]
+    tokens: tuple[ShownToken, ...]
     finish_reason: FinishReason | None
 
 
@@ -85,7 +86,8 @@ async def begin_chat(state: ServerState, chat: ChatRequest, request_id: str, nam
     with refused_as(names):
         logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
         sampling = sampling_params(state, chat, limit=chat.token_limit, logprobs=logprobs)
-        ids = await prompt_ids(state, chat, names)
+    ids = await prompt_ids(state, chat, names)
+    with refused_as(names):
         sampling = fit(sampling, ids, state.engine.info.max_model_len, param="messages")
     (choice,) = make_choices(
         state, request_id, [ids], [sampling], 1,
@@ -98,8 +100,8 @@ async def run_chat(state: ServerState, choice: Choice) -> AsyncGenerator[News]:
     """What the answer says, as it comes. Closing it ends the sequence; raises what `run_choices` raises."""
     async with aclosing(run_choices(state, [choice])) as deltas:
         async for _, delta in deltas:
-            yield News(_pieces(delta), delta.finish_reason)
+            yield News(_events(delta), delta.tokens, delta.finish_reason)
 
 
-def _pieces(delta: Delta) -> list[Piece]:
-    return [Piece("text", delta.text, tokens=delta.tokens)] if delta.text or delta.tokens else []
+def _events(delta: Delta) -> list[Event]:
+    return [Content(delta.text)] if delta.text else []

@@ -29,8 +29,10 @@ from ostinato.runtime.http.api_errors import (
 from ostinato.runtime.http.bearer_key import has_key
 from ostinato.runtime.http.chat_handler import chat_completions
 from ostinato.runtime.http.completion_handler import completions
+from ostinato.runtime.http.messages_errors import anthropic_error_body, wants_anthropic
+from ostinato.runtime.http.messages_handler import count_tokens, create_message
 from ostinato.runtime.http.metrics import ServerMetrics
-from ostinato.runtime.http.server_state import STATE, ServerState
+from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
 from ostinato.runtime.http.status_handlers import config as show_config
 from ostinato.runtime.http.status_handlers import health, metrics, model, models, version
 from ostinato.runtime.http.token_handlers import detokenize, tokenize
@@ -44,7 +46,6 @@ OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: 
 CLIENT_LEFT = 499  # before it had an answer; nginx counts it so
 ABORT_WAIT_S = 5.0  # for aborted requests to be answered
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_REQUEST_ID: web.RequestKey[str] = web.RequestKey("ostinato_request_id", str)
 
 
 def make_app(
@@ -80,6 +81,8 @@ def make_app(
         [
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
+            web.post("/v1/messages", create_message),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.get("/v1/models", models),
             web.get("/v1/models/{name:.+}", model),
             web.post("/tokenize", tokenize),
@@ -132,7 +135,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     """Outermost: request id, one error format, one line of log."""
     given = request.headers.get("X-Request-Id", "")
     request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-    request[_REQUEST_ID] = request_id
+    request[REQUEST_ID] = request_id
     started, status = time.monotonic(), CLIENT_LEFT
     try:
         response = await handler(request)
@@ -155,8 +158,10 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
-    if (request_id := request.get(_REQUEST_ID)) is not None:
+    if (request_id := request.get(REQUEST_ID)) is not None:
         response.headers["X-Request-Id"] = request_id
+        if wants_anthropic(request):
+            response.headers["request-id"] = request_id
 
 
 def _error_response(error: Exception, request: web.Request) -> web.Response:
@@ -176,10 +181,10 @@ def _error_response(error: Exception, request: web.Request) -> web.Response:
     if status in (429, 503):
         headers["Retry-After"] = "1"
     if status == 500:
-        log.error("request %s failed", request[_REQUEST_ID], exc_info=error)
-    return web.Response(
-        body=error_body(error), status=status, content_type="application/json", headers=headers
-    )
+        log.error("request %s failed", request[REQUEST_ID], exc_info=error)
+    anthropic = wants_anthropic(request)
+    body = anthropic_error_body(error, request[REQUEST_ID]) if anthropic else error_body(error)
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
 @web.middleware

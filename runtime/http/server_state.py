@@ -48,3 +48,4 @@ class ServerState:
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("ostinato_state", ServerState)
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("ostinato_request_id", str)

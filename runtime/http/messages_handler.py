@@ -1,0 +1,62 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the same answers as chat."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from aiohttp import web
+
+from ostinato.runtime.http.answer_parts import dump, new_id
+from ostinato.runtime.http.chat_run import begin_chat, prompt_ids, run_chat
+from ostinato.runtime.http.choices import Choice
+from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
+from ostinato.runtime.http.messages_errors import anthropic_error_body
+from ostinato.runtime.http.messages_prompt import chat_of
+from ostinato.runtime.http.messages_render import MessageAnswer
+from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
+from ostinato.runtime.http.named_events import frame, stream_frames
+from ostinato.runtime.http.request_rules import read_request
+from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    """Parse, tokenize, generate, format."""
+    state = request.app[STATE]
+    fields = await read_request(request, MessagesRequest)
+    state.check_open()
+    with cancelled_when_client_leaves(request):
+        chat, names = chat_of(fields)
+        choice = await begin_chat(state, chat, new_id("msg"), names)
+        answer = MessageAnswer(state.model, choice, streams=bool(fields.stream))
+        async with aclosing(_frames(state, choice, answer)) as frames:
+            if fields.stream:
+                return await stream_frames(request, frames, lambda error: _failed(request, error))
+            async for _ in frames:
+                pass
+        return web.Response(text=dump(answer.body()), content_type="application/json")
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of such a message has."""
+    state = request.app[STATE]
+    fields = await read_request(request, CountRequest)
+    chat, names = chat_of(fields)
+    ids = await prompt_ids(state, chat, names)
+    return web.Response(text=dump({"input_tokens": len(ids)}), content_type="application/json")
+
+
+async def _frames(state: ServerState, choice: Choice, answer: MessageAnswer) -> AsyncGenerator[bytes]:
+    begun = False
+    async with aclosing(run_chat(state, choice)) as news:
+        async for events, _, reason in news:
+            out = b"" if begun else answer.begin()
+            begun = True
+            out += answer.push(events)
+            if reason is not None:
+                out += answer.finish(reason, choice.output.stop_string)
+            yield out
+
+
+def _failed(request: web.Request, error: Exception) -> bytes:
+    return frame("error", anthropic_error_body(error, request[REQUEST_ID]).decode())

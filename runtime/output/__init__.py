@@ -1,0 +1,1 @@
+"""What a model writes becomes events: content, reasoning, tool calls."""
