@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
 from ostinato.errors import ArtifactError, InvalidRequest
+from ostinato.runtime.chat_template import Conversation, render_conversation
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.token_bound import TokenBound
@@ -146,12 +147,18 @@ class TextFrontEnd:
 
     def render_chat(
         self,
-        messages: list[dict[str, object]],
+        messages: Conversation,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. InvalidRequest carries what the template objects to."""
+        """The prompt text of a conversation. InvalidRequest carries what the template objects to.
+
+        `continue_final_message`: the text ends where the last message ends, for an answer that goes on there.
+        """
         if self.chat_template is None:
             raise InvalidRequest(
                 "this model has no chat template; send a plain prompt to /v1/completions", param="messages"
@@ -162,30 +169,31 @@ class TextFrontEnd:
                 f"chat_template_kwargs: {clash[0]} is set by the server", param="chat_template_kwargs"
             )
         try:
-            return _render(
-                self.chat_template, messages, add_generation_prompt, {**self.special_tokens, **kwargs}
+            return render_conversation(
+                self.chat_template,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                variables={**self.special_tokens, **kwargs},
             )
         except Exception as error:  # a template is a program: any exception of it is about these messages
-            raise InvalidRequest(
-                f"messages: the chat template refuses them: {error or type(error).__name__}", param="messages"
-            ) from error
+            raise template_refusal(error) from error
 
     def encode_chat(
         self,
-        messages: list[dict[str, object]],
+        messages: Conversation,
         *,
-        add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
         window: int | None = None,
+        **template: Any,  # Any: arguments of `render_chat`
     ) -> list[int]:
         """Token ids of a conversation; with `window` as in `encode_within`.
 
         The template writes BOS itself, so by default no special token is added.
         """
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
-        )
+        text = self.render_chat(messages, **template)
         if window is None:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return self.encode_within(window, text, param="messages", add_special_tokens=add_special_tokens)
@@ -199,19 +207,10 @@ class TextFrontEnd:
                 raise ArtifactError(f"chat template, line {error.lineno}: {error.message}") from None
 
 
-def _render(
-    template: str, messages: list[dict[str, object]], add_generation_prompt: bool, kwargs: dict[str, Any]
-) -> str:
-    # Imported late: 0.6 s (2-core CPU machine) that a start without chat template need not wait for.
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    rendered, _ = render_jinja_template(
-        conversations=[messages],
-        chat_template=template,
-        add_generation_prompt=add_generation_prompt,
-        **kwargs,
-    )
-    return str(rendered[0])
+def template_refusal(error: Exception | str) -> InvalidRequest:
+    """What a chat template objects to, as the refusal of a request."""
+    said = str(error) or type(error).__name__
+    return InvalidRequest(f"messages: the chat template refuses them: {said}", param="messages")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,101 +1,55 @@
-"""The requests of the HTTP interface: one strict model per route.
+"""The requests of the HTTP interface: one strict model per route. Each field says its own rule (docs/api.md).
 
-Rules for every field (docs/api.md): a type is never guessed (`"2"` and `true` are no integers; `2.0` is one,
-as in JSON Schema), `null` means "not given", an unknown field is refused by name.  OpenAI and vLLM fields
-that change nothing here are in `IGNORED`; those that would change the answer are in `UNSUPPORTED`, each with
-the values that ask for nothing.
+What all have in common is in `wire.py`, what both completion routes have in `sampling_schema.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ostinato.runtime.http.chat_messages import ChatMessage
-
-MAX_STOPS = 32
-MAX_PROMPTS = 1024
-MAX_LOGIT_BIAS = 1024
-
-IGNORED = frozenset(
-    {
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
+from ostinato.runtime.http.sampling_schema import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOPS,
+    LogitBias,
+    SamplingRequest,
+    Stop,
+    StopText,
+    StreamOptions,
 )
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "length_penalty": (1, 1.0),
-    "logprob_token_ids": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "request_id": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+from ostinato.runtime.http.wire import IGNORED, UNSUPPORTED, TokenId, Whole, Wire, optional, required
 
+__all__ = [
+    "IGNORED",
+    "MAX_BAD_WORDS",
+    "MAX_LOGIT_BIAS",
+    "MAX_PROMPTS",
+    "MAX_STOPS",
+    "UNSUPPORTED",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "KVTargetRequest",
+    "LogitBias",
+    "SamplingRequest",
+    "SleepRequest",
+    "Stop",
+    "StopText",
+    "StreamOptions",
+    "TemplateRequest",
+    "TokenId",
+    "TokenizeRequest",
+    "WakeRequest",
+    "Whole",
+    "Wire",
+]
 
-def _whole(value: object) -> object:
-    """JSON does not tell 2 from 2.0, so neither do we; the strict check follows."""
-    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
-        return int(value)
-    return value
-
-
-def _token_keys(value: object) -> object:
-    """JSON keys are strings; token ids are not."""
-    if not isinstance(value, dict):
-        return value
-    if len(value) > MAX_LOGIT_BIAS:
-        raise PydanticCustomError(
-            "too_many", f"at most {MAX_LOGIT_BIAS} tokens can have a bias; got {len(value)}"
-        )
-    result: dict[object, object] = {}
-    for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12):
-            raise PydanticCustomError(
-                "token_key", f'keys must be token ids, as in {{"42": -5}}; got {key!r:.40}'
-            )
-        if int(key) in result:
-            raise PydanticCustomError("token_twice", f"token id {int(key)} is given twice; give it once")
-        result[int(key)] = bias
-    return result
+MAX_PROMPTS = 1024
+MAX_TEMPLATE = 65_536  # characters of a chat template that a request brings
 
 
 def _prompt_kind(value: object) -> str | None:
@@ -107,16 +61,6 @@ def _prompt_kind(value: object) -> str | None:
     return "#texts" if isinstance(first, str) else "#id_lists" if isinstance(first, list) else "#ids"
 
 
-def _text_or_list(value: object) -> str | None:
-    return "#text" if isinstance(value, str) else "#texts" if isinstance(value, list) else None
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-LogitBias = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]], BeforeValidator(_token_keys)
-]
 Prompt = Annotated[
     Annotated[str, Tag("#text")]
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("#texts")]
@@ -133,124 +77,117 @@ Prompt = Annotated[
         custom_error_message="must be a string, a list of token ids, or a non-empty list of either",
     ),
 ]
-Stop = Annotated[
-    Annotated[StopText, Tag("#text")]
-    | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True), Tag("#texts")],
-    Discriminator(
-        _text_or_list,
-        custom_error_type="stop_kind",
-        custom_error_message="must be a string or a list of strings",
-    ),
-]
-
-
-class Wire(BaseModel):
-    """One request body."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
-
-    model: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_elsewhere(cls, fields: Any) -> Any:  # Any: what pydantic hands to every "before" validator
-        """Drop what asks for nothing, refuse by name what we cannot do."""
-        if not isinstance(fields, dict):
-            return fields
-        kept = {}
-        for name, value in fields.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name in UNSUPPORTED:
-                if value is not None and value not in UNSUPPORTED[name]:
-                    raise PydanticCustomError("unsupported", _unsupported(name), {"at": name})
-            elif name not in IGNORED:
-                raise PydanticCustomError("unknown_field", "is not a known field", {"at": name})
-        return kept
-
-
-class StreamOptions(BaseModel):
-    """`stream_options`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: Literal[False] | None = None
-
-
-class SamplingRequest(Wire):
-    """What both completion routes take. Ranges are those of `SamplingParams`; a test compares them."""
-
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    min_tokens: Annotated[Whole, Field(ge=0)] | None = None
-    n: Annotated[Whole, Field(ge=1, le=128)] | None = None
-    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: Annotated[Whole, Field(ge=-1)] | None = None
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: LogitBias | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    priority: Annotated[Whole, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-
-    @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> SamplingRequest:
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("needs_stream", "needs stream=true", {"at": "stream_options"})
-        return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: Prompt
-    echo: bool | None = None
-    logprobs: Annotated[Whole, Field(ge=0)] | None = None
-    best_of: Whole | None = None
+    prompt: Prompt = required(
+        f"a string, a list of strings, of token ids, or of lists of token ids; at most {MAX_PROMPTS} "
+        "prompts. Empty prompts and ids outside the vocabulary are refused. Choices of prompt p are `p * n` "
+        "to `p * n + n - 1`"
+    )
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = optional(
+        "as above. 0 with `echo` gives the prompt alone; without it 0 is refused", "16, or `min_tokens`"
+    )
+    echo: bool | None = optional(
+        "the prompt in front of the text; with `logprobs` its tokens too (the first has null)", "false"
+    )
+    logprobs: Annotated[Whole, Field(ge=0)] | None = optional(
+        "0 to `server.max_logprobs` alternatives; the chosen token is always among `top_logprobs`"
+    )
+    best_of: Annotated[Whole, Field(ge=1, le=128)] | None = optional(
+        "`n` to `server.max_n`: so many are generated, and the `n` of the highest mean log-probability per "
+        "token come back, best first; all count in `usage`. More than `n` cannot be streamed",
+        "`n`",
+    )
 
     @model_validator(mode="after")
-    def _best_of_is_n(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise PydanticCustomError("unsupported", "must equal n: no ranking is done", {"at": "best_of"})
+    def _completion_fields_agree(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise PydanticCustomError("too_few", f"must be n={self.n or 1} or more", {"at": "best_of"})
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise PydanticCustomError(
+                "no_stream", "must equal n in a stream: the best are known at the end", {"at": "best_of"}
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("needs_echo", "must be 1 or more without echo", {"at": "max_tokens"})
+        if self.logprob_token_ids is not None and self.logprobs != 0:
+            raise PydanticCustomError("needs_logprobs", "needs logprobs=0", {"at": "logprob_token_ids"})
+        return self
+
+    @property
+    def sequences(self) -> int:
+        """Sequences to generate for each prompt."""
+        return self.best_of or self.n or 1
+
+
+class TemplateRequest(Wire):
+    """What a chat template is given besides the messages."""
+
+    add_generation_prompt: bool | None = optional(
+        "let the template write the beginning of an answer", "true, unless `continue_final_message`"
+    )
+    continue_final_message: bool | None = optional(
+        "the answer goes on where the last message ends, which must be the assistant's and have text; not "
+        "with `add_generation_prompt`: true. The text that is there already is not repeated",
+        "false",
+    )
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = optional(
+        f"Jinja of up to {MAX_TEMPLATE} characters, in place of the model's. Refused unless "
+        "`server.allow_chat_template`: a template is a program. It runs in a process of its own, with 512 "
+        "MiB and `server.template_timeout_s` seconds",
+        "the model's",
+    )
+    chat_template_kwargs: dict[str, Any] | None = optional(  # Any: the template's own business
+        'further variables of the template, for example `{"enable_thinking": false}`; not those that the '
+        "server sets itself"
+    )
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = optional(
+        "objects for the template, usually with `title` and `text`. A template that never reads them gets a "
+        "400"
+    )
+
+    @model_validator(mode="after")
+    def _template_fields_agree(self) -> TemplateRequest:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
+            raise PydanticCustomError(
+                "both", "contradicts add_generation_prompt=true; give one", {"at": "continue_final_message"}
+            )
+        messages: list[ChatMessage] = getattr(self, "messages", None) or []
+        if not messages or messages[-1].role != "assistant" or not messages[-1].content:
+            raise PydanticCustomError(
+                "nothing_to_continue",
+                "needs a last message of role assistant with text",
+                {"at": "continue_final_message"},
+            )
         return self
 
 
-class ChatRequest(SamplingRequest):
+class ChatRequest(SamplingRequest, TemplateRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0)] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # Any: the template's own business
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] = required(
+        "at least one. Roles: system, developer, user, assistant, tool"
+    )
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = optional(
+        "the same as `max_tokens`; both may be given if equal"
+    )
+    logprobs: bool | None = optional("a boolean", "false")
+    top_logprobs: Annotated[Whole, Field(ge=0)] | None = optional(
+        "needs `logprobs`; 0 to `server.max_logprobs`", "0"
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("needs_logprobs", "needs logprobs=true", {"at": "top_logprobs"})
+        if self.logprob_token_ids is not None and (not self.logprobs or self.top_logprobs):
+            raise PydanticCustomError(
+                "needs_logprobs", "needs logprobs=true and no top_logprobs", {"at": "logprob_token_ids"}
+            )
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
@@ -263,18 +200,21 @@ class ChatRequest(SamplingRequest):
 
     @property
     def token_limit(self) -> int | None:
+        """`max_tokens` by either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(TemplateRequest):
     """POST /tokenize: a prompt or messages, by the rules of the two completion routes."""
 
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # Any: the template's own business
-    return_token_strs: bool | None = None
+    prompt: str | None = optional("text, as in /v1/completions; this or `messages`")
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = optional(
+        "as in /v1/chat/completions"
+    )
+    add_special_tokens: bool | None = optional(
+        "let the tokenizer add BOS", "true for `prompt`, false for `messages`"
+    )
+    return_token_strs: bool | None = optional("`token_strs` besides `tokens`", "false")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -286,13 +226,15 @@ class TokenizeRequest(Wire):
 class DetokenizeRequest(Wire):
     """POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = required("token ids")
 
 
 class SleepRequest(Wire):
     """POST /admin/sleep."""
 
-    level: Annotated[Whole, Field(ge=1, le=2)]
+    level: Annotated[Whole, Field(ge=1, le=2)] = required(
+        "1: weights are kept in host memory; 2: they are read again"
+    )
 
 
 class WakeRequest(Wire):
@@ -302,9 +244,6 @@ class WakeRequest(Wire):
 class KVTargetRequest(Wire):
     """POST /admin/kv. The field must be there: an empty object is more likely a mistake than a wish."""
 
-    target_bytes: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None
-
-
-def _unsupported(name: str) -> str:
-    accepted = ["null", *(repr(value) for value in UNSUPPORTED[name])]
-    return f"is not supported; leave it out or give {' or '.join(accepted)}"
+    target_bytes: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = required(
+        "at most so many bytes of KV memory; null: what the settings allow"
+    )

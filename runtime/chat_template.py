@@ -1,0 +1,98 @@
+"""A conversation becomes the text of a prompt, through the model's chat template, in transformers' sandbox.
+
+Some templates print a message's content, some loop over its parts, some do both. Which one this is cannot be
+read off the source (the loop may sit in a macro, over a parameter), so it is tried: a template reads a form
+if a word that is put in comes out, and comes out as itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+Conversation = Sequence[Mapping[str, object]]
+
+_WORD = "zyxwvut"  # no template says this itself, in any case or language
+
+
+class Forms(NamedTuple):
+    """In which forms a template reads the content of messages."""
+
+    text: bool
+    parts: bool
+
+
+def render_conversation(
+    template: str,
+    messages: Conversation,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    documents: Sequence[Mapping[str, object]] | None = None,
+    variables: Mapping[str, Any] | None = None,  # Any: the template's own business
+) -> str:
+    """The prompt text. Raises whatever the template raises.
+
+    Content is given in the form in which it came if the template reads that, else in the other one: parts
+    are joined by newlines, a text becomes one part.
+    """
+    return _render(
+        template,
+        [_shaped(template, message) for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        documents=documents,
+        **(variables or {}),
+    )
+
+
+@lru_cache(maxsize=64)
+def content_forms(template: str, role: str) -> Forms:
+    """Tries a conversation with a message of this role. A template that refuses it is taken to read text."""
+    text = _says(template, role, f"{_WORD} {_WORD}")
+    parts = _says(template, role, [{"type": "text", "text": _WORD}, {"type": "text", "text": _WORD}])
+    return Forms(text or not parts, parts)
+
+
+def _shaped(template: str, message: Mapping[str, object]) -> dict[str, object]:
+    content, role = message.get("content"), message.get("role")
+    if not content or not isinstance(content, str | list) or not isinstance(role, str):
+        return dict(message)
+    forms = content_forms(template, role)
+    if isinstance(content, str):
+        return dict(message) if forms.text else {**message, "content": [{"type": "text", "text": content}]}
+    if forms.parts or not all(isinstance(part, Mapping) and "text" in part for part in content):
+        return dict(message)
+    return {**message, "content": "\n".join(str(part["text"]) for part in content)}
+
+
+def _says(template: str, role: str, content: object) -> bool:
+    """Both words come out, and nothing of how Python or JSON write a list of parts."""
+    before: list[dict[str, object]] = [] if role in ("system", "user") else [{"role": "user", "content": "a"}]
+    if role == "tool":
+        function = {"name": "f", "arguments": {}}
+        call = {"id": "000000000", "type": "function", "function": function}
+        before.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    message: dict[str, object] = {"role": role, "content": content}
+    if role == "tool":
+        message |= {"name": "f", "tool_call_id": "000000000"}
+    after: list[dict[str, object]] = [{"role": "user", "content": "a"}] if role == "system" else []
+    try:
+        said = _render(template, [*before, message, *after], add_generation_prompt=False)
+    except Exception:  # a template is a program: it may object in any way
+        return False
+    words = said.count(_WORD)
+    return words >= 2 and not any(f"{quote}text{quote}: {quote}{_WORD}" in said for quote in "'\"")
+
+
+def _render(
+    template: str, messages: list[dict[str, object]], **rest: Any
+) -> str:  # Any: arguments of the library
+    # Imported late: 0.6 s (2-core CPU machine) that a start without chat template need not wait for.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, _ = render_jinja_template(conversations=[messages], chat_template=template, **rest)
+    return str(rendered[0])
