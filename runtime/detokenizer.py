@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -63,9 +63,18 @@ class TokenCodec:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def detokenizer(self, *, skip_special: bool, at_start: bool = False) -> Detokenizer:
-        """`at_start`: the text begins here, so sentencepiece's first space goes; else it follows a prompt."""
-        skip = self.special_ids if skip_special else frozenset()
+    def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
+        """Those special tokens that stand for one of `texts`."""
+        return frozenset(i for i in self.special_ids if self.token_text(i) in texts)
+
+    def detokenizer(
+        self, *, skip_special: bool, at_start: bool = False, keep: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """`at_start`: the text begins here, so sentencepiece's first space goes; else it follows a prompt.
+
+        Special tokens among `keep` are never skipped.
+        """
+        skip = self.special_ids - keep if skip_special else frozenset()
         if self._to_bytes is None:
             return _WindowDetokenizer(self._tokenizer, skip)
         return _ByteDetokenizer(self.token_bytes, skip, self._strip if at_start else 0)

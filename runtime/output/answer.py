@@ -1,0 +1,109 @@
+"""Where a format puts what it reads: content, reasoning, calls."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection
+
+from ostinato.runtime.output.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from ostinato.runtime.output.text_reader import SPACE
+
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+def long_id() -> str:
+    """An id like OpenAI's."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id() -> str:
+    """Nine letters and digits: Mistral's templates take no other ids."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+
+
+class Answer:
+    """Collects events; `take` hands them over.
+
+    White space that touches thoughts or a call belongs to the format, so at the ends of content it waits
+    until it is known what follows.
+    """
+
+    def __init__(
+        self,
+        *,
+        tools: Collection[str] | None,
+        new_id: Callable[[], str],
+        on_call: Callable[[], object],
+        breaks: tuple[str, ...],
+    ) -> None:
+        """`on_call` is told when a call begins; at one of `breaks` thoughts end although they have no end."""
+        self.breaks = breaks
+        self.num_calls = 0
+        self.num_thoughts = 0
+        self.has_content = False  # text that is not white space
+        self._tools = tools
+        self._new_id, self._on_call = new_id, on_call
+        self._events: list[Event] = []
+        self._space = ""
+        self._behind_call = False
+        self._open = False
+
+    def take(self) -> list[Event]:
+        """The events since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the tools are known."""
+        return self._tools is not None
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a tool of this name; True when the tools are not known."""
+        return self._tools is None or name in self._tools
+
+    def content(self, text: str) -> None:
+        """More content."""
+        text = self._space + text
+        shown = text.rstrip(SPACE)
+        self._space = text[len(shown) :]
+        if shown:
+            self.has_content, self._behind_call = True, False
+            self._events.append(Content(shown))
+
+    def start_thoughts(self) -> None:
+        """Reasoning begins."""
+        self.num_thoughts += 1
+        if not self.has_content:
+            self._space = ""
+
+    def reasoning(self, text: str) -> None:
+        """More reasoning."""
+        if text:
+            self._events.append(Reasoning(text))
+
+    def start_call(self, name: str) -> None:
+        """Begin a call."""
+        assert not self._open, "calls do not nest"
+        self._space, self._open = "", True
+        self._on_call()
+        self._events.append(CallStart(self.num_calls, self._new_id(), name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the open call."""
+        if text:
+            self._events.append(CallArguments(self.num_calls - 1, text))
+
+    def end_call(self, *, whole: bool = True) -> None:
+        """End the open call."""
+        assert self._open, "a call is open"
+        self._open, self._behind_call = False, True
+        self._events.append(CallEnd(self.num_calls - 1, whole))
+
+    def finish(self) -> None:
+        """The text is over: white space that waited behind content is content."""
+        if self._space and not self._behind_call:
+            self._events.append(Content(self._space))
+        self._space = ""
