@@ -1,4 +1,4 @@
-"""Token events of one sequence become text: detokenizer, then stop strings, then what may be shown.
+"""Token events of one sequence become an answer: detokenizer, formats (reasoning, calls), stop strings.
 
 Both renderings of an answer, streamed or whole, are made from the deltas that come out here.
 """
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.messages import FinishReason, SamplingParams, TokenEvent, TokenLogprob
+from ostinato.runtime.output.events import CallEnd, Content, Event, join
+from ostinato.runtime.output.output_parser import OutputParser
 from ostinato.runtime.stop_strings import StopScanner
 
 
@@ -25,11 +27,15 @@ class ShownToken(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one event adds. With `finish_reason` set nothing follows."""
+    """What one event adds. With `finish_reason` set nothing follows.
+
+    `text` is content. With a parser `parts` has it too, in its place among reasoning and calls.
+    """
 
     text: str
     tokens: tuple[ShownToken, ...] = ()
     finish_reason: FinishReason | None = None
+    parts: tuple[Event, ...] = ()
 
 
 class ChoiceOutput:
@@ -39,81 +45,135 @@ class ChoiceOutput:
     wait. Tokens are listed only when log-probabilities were asked for.  The token or string that stops the
     sequence is not shown unless `include_stop_str_in_output`; it counts in `num_tokens`, as do tokens cut by
     a stop string.
+
+    With a parser, stop strings are looked for in content alone, not among thoughts and not in calls; tokens
+    of thoughts and calls are listed like those of content.
     """
 
-    def __init__(self, codec: TokenCodec, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        codec: TokenCodec,
+        sampling: SamplingParams,
+        parser: OutputParser | None = None,
+        *,
+        shown_special: frozenset[int] = frozenset(),
+        one_call: bool = False,
+    ) -> None:
+        """`shown_special`: special tokens that `parser` reads.  `one_call`: end behind the first call."""
         self.num_tokens = 0
         self.finished = False
-        self._detokenizer = codec.detokenizer(skip_special=sampling.skip_special_tokens)
+        self._detokenizer = codec.detokenizer(skip_special=sampling.skip_special_tokens, keep=shown_special)
         self._scanner = (
             StopScanner(sampling.stop, include=sampling.include_stop_str_in_output) if sampling.stop else None
         )
+        self._parser = parser
+        self._one_call = one_call
         self._shows_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._lists_tokens = sampling.logprobs is not None
-        self._decoded = 0  # characters decoded, shown or not
+        self._decoded = 0  # characters of content (without a parser: of text), shown or not
         self._shown = 0
         self._waiting: deque[tuple[ShownToken, int]] = deque()  # with the offset of its end
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text, if one did."""
-        return None if self._scanner is None else self._scanner.matched
+    def num_calls(self) -> int:
+        """Tool calls that have begun."""
+        return 0 if self._parser is None else self._parser.num_calls
+
+    @property
+    def _stopped(self) -> bool:
+        return self._scanner is not None and self._scanner.matched is not None
 
     def push(self, event: TokenEvent) -> Delta:
         """Take an event's tokens. After a stop string matched `finished` is set, whatever the engine says."""
         reason = event.finish_reason
         ids = event.token_ids
-        if reason is None and self._scanner is None and not self._lists_tokens:  # the middle of most answers
-            self.num_tokens += len(ids)
-            return Delta(self._detokenizer.push_all(ids))
-        text = ""
+        if reason is None and self._scanner is None and not self._lists_tokens and not self._one_call:
+            self.num_tokens += len(ids)  # the middle of most answers
+            return _delta(self._read(self._detokenizer.push_all(ids)), parsed=self._parser is not None)
+        told: list[Event] = []
         for at, token_id in enumerate(ids):
             self.num_tokens += 1
             hidden = event.stop_token_id is not None and at == len(ids) - 1 and not self._shows_stop
             if hidden:
                 break
-            piece = self._detokenizer.push(token_id)
+            events = self._read(self._detokenizer.push(token_id))
             if self._lists_tokens:
-                self._list(token_id, len(piece), event.logprobs[at] if at < len(event.logprobs) else None)
-            text += self._scan(piece)
-            if self._scanner is not None and self._scanner.matched is not None:
-                return self._end(text, "stop", cut=True)
-        if reason is not None:
-            text += self._scan(self._detokenizer.finish())
-            if self._scanner is not None:
-                if self._scanner.matched is not None:
-                    return self._end(text, "stop", cut=True)
-                text += self._scanner.finish()
-            return self._end(text, reason)
-        return Delta(text, self._release(len(text)))
+                self._list(token_id, events, event.logprobs[at] if at < len(event.logprobs) else None)
+            if self._tell(events, told):
+                return self._end(told, "stop", cut=self._stopped)
+        if reason is None:
+            return self._made(told)
+        events = self._read(self._detokenizer.finish())
+        if self._parser is not None:
+            events += self._parser.finish()
+        if self._tell(events, told):
+            return self._end(told, "stop", cut=self._stopped)
+        if self._scanner is not None and (held := self._scanner.finish()):
+            told.append(Content(held))
+        return self._end(told, reason)
+
+    def _read(self, text: str) -> list[Event]:
+        if self._parser is not None:
+            return self._parser.push(text)
+        return [Content(text)] if text else []
+
+    def _tell(self, events: list[Event], told: list[Event]) -> bool:
+        """Add what may be shown to `told`; True when the answer ends with it."""
+        for one in events:
+            if isinstance(one, Content):
+                if text := self._scan(one.text):
+                    told.append(Content(text))
+                if self._stopped:
+                    return True
+                continue
+            told.append(one)
+            if self._one_call and isinstance(one, CallEnd):
+                return True
+        return False
 
     def _scan(self, piece: str) -> str:
-        if not piece or self._scanner is None or self.num_tokens <= self._min_tokens:
+        if self._scanner is None or self.num_tokens <= self._min_tokens:
             return piece
         return self._scanner.push(piece)
 
-    def _list(self, token_id: int, length: int, logprob: TokenLogprob | None) -> None:
+    def _list(self, token_id: int, events: list[Event], logprob: TokenLogprob | None) -> None:
+        length = sum(len(one.text) for one in events if isinstance(one, Content))
         self._waiting.append((ShownToken(token_id, self._decoded, logprob), self._decoded + length))
         self._decoded += length
 
-    def _release(self, length: int) -> tuple[ShownToken, ...]:
+    def _release(self, length: int, *, all_shown: bool) -> tuple[ShownToken, ...]:
         self._shown += length
-        if not length or not self._waiting:
+        if not self._waiting or not (length or all_shown):
             return ()
         out = []
         while self._waiting:
             token, end = self._waiting[0]
             # A token without width at the very end waits too: it may belong to text that a stop string cuts.
-            if end > self._shown or token.offset == self._shown:
+            if not all_shown and (end > self._shown or token.offset == self._shown):
                 break
             out.append(token)
             self._waiting.popleft()
         return tuple(out)
 
-    def _end(self, text: str, reason: FinishReason, *, cut: bool = False) -> Delta:
+    def _made(self, told: list[Event], reason: FinishReason | None = None) -> Delta:
+        delta = _delta(told, parsed=self._parser is not None)
+        # Behind other things than content nothing waits that a stop string could cut.
+        all_shown = bool(told) and not isinstance(told[-1], Content) and self._decoded == (
+            self._shown + len(delta.text)
+        )
+        return delta._replace(
+            tokens=self._release(len(delta.text), all_shown=all_shown), finish_reason=reason
+        )
+
+    def _end(self, told: list[Event], reason: FinishReason, *, cut: bool = False) -> Delta:
         """`cut`: a stop string matched, so tokens that begin behind it are not shown."""
         self.finished = True
-        shown = self._release(len(text))
+        delta = self._made(told, reason)
         rest = tuple(token for token, _ in self._waiting if not cut or token.offset < self._shown)
-        return Delta(text, shown + rest, reason)
+        return delta._replace(tokens=delta.tokens + rest)
+
+
+def _delta(events: list[Event], *, parsed: bool) -> Delta:
+    text = "".join([one.text for one in events if isinstance(one, Content)])
+    return Delta(text, parts=tuple(join(events)) if parsed else ())
