@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from ostinato.errors import ConfigError
 from ostinato.graph.config import GraphConfig
@@ -64,21 +64,77 @@ class GpuConfig(Section):
     )
 
 
+class LimitsConfig(Section):
+    """What one API key may use; without keys all callers share them. 0: no limit. Else 429 `rate_limited`."""
+
+    concurrent: int = Field(0, ge=0, description="requests at once of one key; 0: no limit")
+    requests_per_minute: int = Field(0, ge=0, description="requests of one key; 0: no limit")
+    tokens_per_minute: int = Field(0, ge=0, description="prompt and generated tokens of one key; 0: no limit")
+
+
+def _as_tuple(value: object) -> object:
+    """One string may be several words with commas between: an environment variable has no other form."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+
+
 class ServerConfig(Section):
     """The HTTP front end."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port; 0: any free one")
-    api_key: str = Field(
-        "", description="required as Bearer token when set; better given as OSTINATO_API_KEY"
+    api_key: Words = Field(
+        (),
+        repr=False,
+        description="one of these is required as Bearer token when any is set; better given as "
+        "OSTINATO_API_KEY, with commas between",
     )
+    api_key_file: str = Field("", description="TOML file of named API keys with limits, see docs/security.md")
     admin_key: str = Field(
         "",
+        repr=False,
         description="Bearer token of the /admin routes, which do not exist without; better given as "
         "OSTINATO_ADMIN_KEY",
     )
+    limits: LimitsConfig = LimitsConfig()
+    cors_origins: Words = Field(
+        (), description="web origins whose pages may use the API, like https://chat.example.com; * for any"
+    )
     served_name: str = Field("", description="model name that clients use; empty: the artifact's own")
     max_body_mib: float = Field(32.0, gt=0, allow_inf_nan=False, description="largest request body, MiB")
+    max_bodies_mib: float = Field(
+        512.0, gt=0, allow_inf_nan=False, description="request bodies held in memory at once, MiB"
+    )
+    max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections; further get 503")
+    header_timeout_s: float = Field(
+        10.0, gt=0, allow_inf_nan=False, description="seconds for a request's head to arrive whole"
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, allow_inf_nan=False, description="seconds for a request's body to arrive whole"
+    )
+    send_timeout_s: float = Field(
+        60.0, gt=0, allow_inf_nan=False, description="seconds that a client may read nothing of its answer"
+    )
+    keepalive_s: float = Field(
+        75.0, gt=0, allow_inf_nan=False, description="seconds that a connection may idle between requests"
+    )
+    request_timeout_s: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="most seconds of one generation; 0: no limit"
+    )
+    template_timeout_s: float = Field(
+        5.0, gt=0, allow_inf_nan=False, description="most seconds that the chat template may take"
+    )
+    access_log: Literal["off", "text", "json"] = Field(
+        "off", description="one line per request on stderr, at most 1000 a second"
+    )
+    trace_endpoint: str = Field(
+        "",
+        description="OTLP/HTTP collector for OpenTelemetry traces, like http://localhost:4318; empty: none",
+    )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish on shutdown")
     stall_s: float = Field(30.0, gt=0, description="seconds without step progress before /health fails")
     max_n: int = Field(16, ge=1, le=128, description="most choices (`n`) of one request")
@@ -101,6 +157,17 @@ class EngineConfig(Section):
     )
 
 
+SECRETS = {"server.api_key": "OSTINATO_API_KEY", "server.admin_key": "OSTINATO_ADMIN_KEY"}
+"""Settings that are never shown, and the environment variables that give them out of sight of `ps`."""
+
+
+def without_secrets(config: EngineConfig) -> EngineConfig:
+    """A copy for those who need no keys, or show what they are given: a key that is set becomes `***`."""
+    server = config.server
+    hidden = {"api_key": ("***",) * bool(server.api_key), "admin_key": "***" if server.admin_key else ""}
+    return config.model_copy(update={"server": server.model_copy(update=hidden)})
+
+
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
@@ -119,4 +186,11 @@ def read_settings(tree: Mapping[str, Any], *, hint: str) -> EngineConfig:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}={first['input']!r}: {first['msg']}; {hint}") from None
+        raise ConfigError(f"{path}={_shown(path, first['input'])}: {first['msg']}; {hint}") from None
+
+
+def _shown(path: str, given: object) -> str:
+    """What an error may repeat of a wrong setting: no key, and no table, since one may hold keys."""
+    if any(path == secret or path.startswith(f"{secret}.") for secret in SECRETS):
+        return "***"
+    return "a table" if isinstance(given, Mapping) else repr(given)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ostinato import errors
 from ostinato.errors import EngineDead
-from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.config import EngineConfig, without_secrets
 from ostinato.runtime.frames import FrameReader, Message, Start, encode
 from ostinato.runtime.messages import EngineInfo, Fatal, Order
 from ostinato.runtime.openmp_spin import shorten_spin
@@ -32,7 +32,7 @@ class EngineProcess(StreamingClient):
     ) -> None:
         super().__init__()
         self._artifact = str(artifact)
-        self._config = config
+        self._config = without_secrets(config)
         self._worker = worker
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None

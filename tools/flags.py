@@ -12,11 +12,8 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.config import EngineConfig, read_settings
+from ostinato.runtime.config import SECRETS, EngineConfig, read_settings
 from ostinato.section import Section
-
-SECRETS = {"server.api_key": "OSTINATO_API_KEY", "server.admin_key": "OSTINATO_ADMIN_KEY"}
-"""Settings that are never shown, and the environment variables that give them out of sight of `ps`."""
 
 
 def user_path(text: str) -> Path:

@@ -19,6 +19,8 @@ from ostinato.errors import (
     SleepRefused,
     WakeFailed,
 )
+from ostinato.runtime.http.key_limits import RateLimited
+from ostinato.runtime.http.web_origins import ForeignOrigin
 
 MAX_MESSAGE_BYTES = 600
 _MAX_PARAM_BYTES = 100
@@ -44,6 +46,18 @@ class WrongMethod(RequestError):
     """The path exists, the method does not."""
 
 
+class BodyTimeout(RequestError):
+    """The request body did not arrive within `server.body_timeout_s`."""
+
+
+class ConnectionsFull(RequestError):
+    """`server.max_connections` are open."""
+
+
+class GenerationTimeout(RequestError):
+    """The answer was not complete within `server.request_timeout_s`."""
+
+
 class Draining(RequestError):
     """The server is shutting down and takes no new work."""
 
@@ -62,16 +76,21 @@ TABLE: tuple[tuple[type[Exception], Answer], ...] = (
     (InvalidRequest, Answer(400, "invalid_request_error", "invalid_value")),
     (BadKey, Answer(401, "authentication_error", "invalid_api_key")),
     (NoAdmin, Answer(403, "permission_error", "invalid_admin_key")),
+    (ForeignOrigin, Answer(403, "permission_error", "origin_not_allowed")),
     (ModelNotFound, Answer(404, "invalid_request_error", "model_not_found")),
     (UnknownRoute, Answer(404, "invalid_request_error", "unknown_url")),
     (WrongMethod, Answer(405, "invalid_request_error", "method_not_allowed")),
+    (BodyTimeout, Answer(408, "invalid_request_error", "body_timeout")),
     (SleepRefused, Answer(409, "conflict_error", "sleep_refused")),
     (BodyTooLarge, Answer(413, "invalid_request_error", "request_too_large")),
+    (RateLimited, Answer(429, "rate_limit_error", "rate_limited")),
     (Overloaded, Answer(429, "rate_limit_error", "overloaded")),
+    (ConnectionsFull, Answer(503, "server_error", "too_many_connections")),
     (Draining, Answer(503, "server_error", "shutting_down")),
     (RequestAborted, Answer(503, "server_error", "aborted")),
     (WakeFailed, Answer(503, "server_error", "wake_failed")),
     (EngineDead, Answer(503, "server_error", "engine_dead")),
+    (GenerationTimeout, Answer(504, "server_error", "generation_timeout")),
     (RequestError, Answer(400, "invalid_request_error", None)),
     (EngineError, Answer(500, "server_error", "engine_error")),
 )

@@ -11,6 +11,7 @@ from typing import cast
 
 from ostinato.errors import EngineError, RequestAborted, RequestError
 from ostinato.runtime.choice_output import ChoiceOutput, Delta
+from ostinato.runtime.http.api_errors import GenerationTimeout
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
 
@@ -99,8 +100,10 @@ async def run_choices(state: ServerState, choices: list[Choice]) -> AsyncGenerat
 
 
 async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choice, Delta]]:
-    request, clock = choice.request, state.metrics.clock()
+    request = choice.request
+    clock = state.metrics.clock(len(request.prompt_token_ids))
     outcome = "cancelled"
+    late = _AbortLater(state, request.request_id)
     state.live.add(request.request_id)
     try:
         # Every engine's iterator is an async generator: closing it is what aborts the request.
@@ -110,11 +113,13 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
                 clock.tokens(len(event.token_ids))
                 if not choice.events:
                     choice.cached_tokens, choice.prompt_logprobs = event.cached_tokens, event.prompt_logprobs
+                    clock.times.cached_tokens = event.cached_tokens
                 choice.events += 1
                 delta = choice.output.push(event)
                 if event.finish_reason in ("abort", "error") and delta.finish_reason != "stop":
                     outcome = event.finish_reason
                     if outcome == "abort":
+                        late.complain()
                         raise RequestAborted(event.error or "the request was aborted by the server")
                     raise EngineError(event.error or "the engine failed on this request")
                 outcome = delta.finish_reason or outcome
@@ -122,7 +127,7 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
                 if delta.finish_reason is not None:
                     return
         raise EngineError("the engine ended the request without a reason")
-    except RequestAborted:
+    except (RequestAborted, GenerationTimeout):
         raise
     except RequestError:
         outcome = "refused"
@@ -131,5 +136,34 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
         outcome = "error"
         raise
     finally:
+        late.cancel()
         state.live.discard(request.request_id)
         clock.end(outcome)
+
+
+class _AbortLater:
+    """Aborts a sequence that takes longer than `server.request_timeout_s`."""
+
+    def __init__(self, state: ServerState, request_id: str) -> None:
+        self._state = state
+        self._request_id = request_id
+        self._abort: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if limit_s := state.config.request_timeout_s:
+            self._timer = asyncio.get_running_loop().call_later(limit_s, self._fire)
+
+    def complain(self) -> None:
+        """Raise GenerationTimeout if it did."""
+        if self._abort is not None:
+            limit_s = self._state.config.request_timeout_s
+            raise GenerationTimeout(
+                f"the answer was not complete within {limit_s:g} s (server.request_timeout_s)"
+            )
+
+    def cancel(self) -> None:
+        """The sequence is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _fire(self) -> None:
+        self._abort = asyncio.create_task(self._state.engine.abort([self._request_id]))

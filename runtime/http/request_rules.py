@@ -9,8 +9,9 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.http.api_errors import BodyTooLarge, refusal
+from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import SamplingRequest, Wire
+from ostinato.runtime.http.request_body import read_body
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.http.strict_json import parse_object
 from ostinato.runtime.messages import SamplingParams
@@ -36,16 +37,8 @@ _COPIED = (
 
 
 async def read_request(request: web.Request, schema: type[W]) -> W:
-    """The validated body. BodyTooLarge before more than the limit is kept, declared length or not."""
-    limit = request.client_max_size
-    try:
-        if (request.content_length or 0) > limit:
-            raise web.HTTPRequestEntityTooLarge(limit)
-        body = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLarge(
-            f"the request body is over {limit} bytes (server.max_body_mib); send less text at once"
-        ) from None
+    """The validated body; see `read_body` for its limits."""
+    body = await read_body(request)
     try:
         fields = schema.model_validate(parse_object(body))
     except ValidationError as error:

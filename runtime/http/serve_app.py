@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from ostinato.runtime.http.server_state import STATE
 log = logging.getLogger(__name__)
 
 HANDLER_WAIT_S = 0.5  # after the drain only clients that do not read are left
+_OTHER_FILES = 128  # that are no connections
 _BACKLOG = 1024  # connections that wait for accept; a load tester opens hundreds at once
 
 
@@ -67,9 +69,11 @@ async def serve(
         manager = runner.server
         assert manager is not None  # set up just now
         host, port = sock.getsockname()[:2]
+        state = app[STATE]
+        raise_file_limit(state.config.max_connections)
 
         def make_watched() -> asyncio.Protocol:
-            return WatchedConnection(HttpConnection(manager, loop))
+            return WatchedConnection(HttpConnection(manager, loop, state.config, state.connections))
 
         try:
             server = await loop.create_server(make_watched, sock=sock, backlog=_BACKLOG)
@@ -90,6 +94,21 @@ async def serve(
         await runner.cleanup()
         for number in handled:
             loop.remove_signal_handler(number)
+
+
+def raise_file_limit(connections: int) -> None:
+    """Let this process have a file for each connection; a warning says when the system does not allow it."""
+    wanted = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "server.max_connections=%d: this process may have %d open files; `ulimit -Hn %d` allows more",
+            connections, allowed, wanted,
+        )  # fmt: skip
 
 
 def _in_use(host: str, port: int) -> ConfigError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 import uuid
@@ -14,9 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
+import ostinato
 from ostinato.errors import EngineDead
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, ServerConfig
+from ostinato.runtime.http import access_log
+from ostinato.runtime.http.access_log import AccessLog
 from ostinato.runtime.http.admin_handlers import admin_routes, check_admin
 from ostinato.runtime.http.api_errors import (
     BadKey,
@@ -26,16 +30,22 @@ from ostinato.runtime.http.api_errors import (
     answer_for,
     error_body,
 )
-from ostinato.runtime.http.bearer_key import has_key
+from ostinato.runtime.http.api_keys import Caller, KeyRing
+from ostinato.runtime.http.bearer_key import key_of
+from ostinato.runtime.http.body_room import BodyRoom
 from ostinato.runtime.http.chat_handler import chat_completions
 from ostinato.runtime.http.completion_handler import completions
+from ostinato.runtime.http.key_limits import RateLimited
 from ostinato.runtime.http.messages_errors import anthropic_error_body, wants_anthropic
 from ostinato.runtime.http.messages_handler import count_tokens, create_message
 from ostinato.runtime.http.metrics import ServerMetrics
+from ostinato.runtime.http.request_record import CURRENT, RequestRecord
 from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
 from ostinato.runtime.http.status_handlers import config as show_config
 from ostinato.runtime.http.status_handlers import health, metrics, model, models, version
 from ostinato.runtime.http.token_handlers import detokenize, tokenize
+from ostinato.runtime.http.tracing import Tracing
+from ostinato.runtime.http.web_origins import WebOrigins, allow, preflight
 from ostinato.runtime.text import TextFrontEnd
 
 log = logging.getLogger(__name__)
@@ -45,6 +55,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: probes and scrapers have none
 CLIENT_LEFT = 499  # before it had an answer; nginx counts it so
 ABORT_WAIT_S = 5.0  # for aborted requests to be answered
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_ALLOWED_ORIGIN: web.RequestKey[str] = web.RequestKey("ostinato_allowed_origin", str)
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -68,15 +80,26 @@ def make_app(
             return float("inf")
 
     app = web.Application(
-        client_max_size=int(config.max_body_mib * 2**20), middlewares=[_answer_errors, _check_key]
+        client_max_size=int(config.max_body_mib * 2**20),
+        middlewares=[_answer_errors, _check_origin, _check_key],
     )
+    keys = KeyRing.of(config)
+    if config.access_log != "off":
+        access_log.setup()
     app[STATE] = ServerState(
         engine=engine,
         config=config,
         text=text,
         metrics=ServerMetrics(lambda: engine.stats, stalled_s),
         engine_config=engine_config,
+        keys=keys,
+        origins=WebOrigins(config.cors_origins, needs_key=keys.everybody is None, host=config.host),
+        bodies=BodyRoom(int(config.max_bodies_mib * 2**20)),
+        access_log=AccessLog(config.access_log),
+        tracing=Tracing(config.trace_endpoint) if config.trace_endpoint else None,
     )
+    state = app[STATE]
+    state.metrics.watch(state.connections, state.bodies)
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
@@ -103,11 +126,14 @@ def make_app(
 async def _engine_lifetime(app: web.Application) -> AsyncIterator[None]:
     state = app[STATE]
     await state.engine.start()
+    state.metrics.describe_server(state.model, ostinato.__version__, state.engine.info.dtype)
     try:
         yield
     finally:
         await state.engine.close()
         state.text.close()
+        if state.tracing is not None:
+            await asyncio.to_thread(state.tracing.close)
 
 
 async def drain(app: web.Application) -> None:
@@ -132,11 +158,12 @@ async def _idle_within(state: ServerState, seconds: float, gives_up: Callable[[]
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost: request id, one error format, one line of log."""
+    """Outermost: request id, one error format, one line of log, one trace."""
     given = request.headers.get("X-Request-Id", "")
     request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
     request[REQUEST_ID] = request_id
-    started, status = time.monotonic(), CLIENT_LEFT
+    record, status = RequestRecord(request_id), CLIENT_LEFT
+    CURRENT.set(record)  # in this request's own task
     try:
         response = await handler(request)
         status = response.status
@@ -148,13 +175,18 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     finally:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "other"
-        request.app[STATE].metrics.answered(route, status)
-        if log.isEnabledFor(logging.DEBUG):
-            took_ms = (time.monotonic() - started) * 1000
-            log.debug(
-                "%s %s %d %.1f ms id=%s", request.method, request.path[:200], status, took_ms, request_id
-            )
+        _tell(request, record, route, status)
     return response
+
+
+def _tell(request: web.Request, record: RequestRecord, route: str, status: int) -> None:
+    """Metrics, access log and trace of a request that is over."""
+    state = request.app[STATE]
+    method = request.method if request.method in _METHODS else "other"
+    state.metrics.answered(route, status, record)
+    state.access_log.write(record, method=method, route=route, status=status, client=request.remote)
+    if state.tracing is not None:
+        state.tracing.tell(record, request.headers, name=f"{method} {route}", status=status)
 
 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
@@ -162,6 +194,8 @@ async def _name_request(request: web.Request, response: web.StreamResponse) -> N
         response.headers["X-Request-Id"] = request_id
         if wants_anthropic(request):
             response.headers["request-id"] = request_id
+    if (origin := request.get(_ALLOWED_ORIGIN)) is not None:
+        allow(response, origin)
 
 
 def _error_response(error: Exception, request: web.Request) -> web.Response:
@@ -179,7 +213,8 @@ def _error_response(error: Exception, request: web.Request) -> web.Response:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if status in (429, 503):
-        headers["Retry-After"] = "1"
+        wait_s = error.retry_after_s if isinstance(error, RateLimited) else 1.0
+        headers["Retry-After"] = str(math.ceil(wait_s))
     if status == 500:
         log.error("request %s failed", request[REQUEST_ID], exc_info=error)
     anthropic = wants_anthropic(request)
@@ -188,10 +223,46 @@ def _error_response(error: Exception, request: web.Request) -> web.Response:
 
 
 @web.middleware
-async def _check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    config = request.app[STATE].config
-    if config.admin_key and request.path.startswith("/admin/"):
-        check_admin(request, config.admin_key)
-    elif config.api_key and request.path not in OPEN_PATHS and not has_key(request, config.api_key):
-        raise BadKey("missing or wrong API key; send it as `Authorization: Bearer KEY`")
+async def _check_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse pages of foreign origins; answer what browsers ask before they send a key."""
+    origin = request.app[STATE].origins.check(request)
+    if origin is not None:
+        request[_ALLOWED_ORIGIN] = origin
+        if (answer := preflight(request)) is not None:
+            return answer
     return await handler(request)
+
+
+@web.middleware
+async def _check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Who calls, and whether they may now. Only POST does work that is worth limiting."""
+    state = request.app[STATE]
+    if state.config.admin_key and request.path.startswith("/admin/"):
+        check_admin(request, state.config.admin_key)
+        return await handler(request)
+    if request.path in OPEN_PATHS:
+        return await handler(request)
+    caller = _caller(request, state.keys)
+    if (record := CURRENT.get()) is not None:
+        record.caller = caller
+    if request.method != "POST":
+        return await handler(request)
+    try:
+        caller.allowance.enter()
+    except RateLimited as error:
+        state.metrics.limited(caller.name, error.limit)
+        raise
+    try:
+        return await handler(request)
+    finally:
+        caller.allowance.leave()
+
+
+def _caller(request: web.Request, keys: KeyRing) -> Caller:
+    if (everybody := keys.everybody) is not None:
+        return everybody
+    given = key_of(request)
+    caller = keys.find(given) if given else None
+    if caller is None:
+        raise BadKey("missing or wrong API key; send it as `Authorization: Bearer KEY`")
+    return caller

@@ -10,8 +10,14 @@ from aiohttp import web
 from ostinato.errors import ModelNotFound
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, ServerConfig
+from ostinato.runtime.http.access_log import AccessLog
 from ostinato.runtime.http.api_errors import Draining
+from ostinato.runtime.http.api_keys import KeyRing
+from ostinato.runtime.http.body_room import BodyRoom
+from ostinato.runtime.http.http_connection import Connections
 from ostinato.runtime.http.metrics import ServerMetrics
+from ostinato.runtime.http.tracing import Tracing
+from ostinato.runtime.http.web_origins import WebOrigins
 from ostinato.runtime.text import TextFrontEnd
 
 
@@ -24,6 +30,12 @@ class ServerState:
     text: TextFrontEnd
     metrics: ServerMetrics
     engine_config: EngineConfig | None
+    keys: KeyRing
+    origins: WebOrigins
+    bodies: BodyRoom
+    access_log: AccessLog
+    tracing: Tracing | None
+    connections: Connections = field(default_factory=Connections)
     created: int = field(default_factory=lambda: int(time.time()))
     live: set[str] = field(default_factory=set)  # engine request ids being generated
     draining: bool = False

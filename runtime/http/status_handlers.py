@@ -6,6 +6,7 @@ from aiohttp import web
 
 import ostinato
 from ostinato.errors import EngineDead
+from ostinato.runtime.config import EngineConfig, without_secrets
 from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.server_state import STATE, ServerState
 
@@ -51,12 +52,9 @@ async def metrics(request: web.Request) -> web.Response:
 async def config(request: web.Request) -> web.Response:
     """Every setting in use. Secrets are starred."""
     state = request.app[STATE]
-    whole = {"server": state.config.model_dump(mode="json")}
-    if state.engine_config is not None:
-        whole = {**state.engine_config.model_dump(mode="json"), **whole}
-    for secret in ("api_key", "admin_key"):
-        if whole["server"][secret]:
-            whole["server"][secret] = "***"
+    engine_config = state.engine_config or EngineConfig()
+    safe = without_secrets(engine_config.model_copy(update={"server": state.config}))
+    whole = safe.model_dump(mode="json", include=None if state.engine_config else {"server"})
     return _json(whole)
 
 

@@ -12,9 +12,13 @@ FLAGS = [
     "kv.block_tokens", "kv.headroom_gib", "kv.idle_shrink_s", "kv.initial_mib", "kv.max_gib",
     "kv.prefix_cache", "kv.share", "kv.wait_s", "log_level", "max_model_len", "passes.dump_dir",
     "passes.fuel", "passes.off", "scheduler.max_running", "scheduler.max_step_tokens",
-    "scheduler.max_waiting", "server.admin_key", "server.api_key", "server.drain_s", "server.host",
-    "server.max_body_mib", "server.max_logprobs", "server.max_n", "server.port", "server.served_name",
-    "server.stall_s",
+    "scheduler.max_waiting", "server.access_log", "server.admin_key", "server.api_key",
+    "server.api_key_file", "server.body_timeout_s", "server.cors_origins", "server.drain_s",
+    "server.header_timeout_s", "server.host", "server.keepalive_s", "server.limits.concurrent",
+    "server.limits.requests_per_minute", "server.limits.tokens_per_minute", "server.max_bodies_mib",
+    "server.max_body_mib", "server.max_connections", "server.max_logprobs", "server.max_n",
+    "server.port", "server.request_timeout_s", "server.send_timeout_s", "server.served_name",
+    "server.stall_s", "server.template_timeout_s", "server.trace_endpoint",
 ]  # fmt: skip
 
 
@@ -47,8 +51,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 
 def test_keys_come_from_the_environment_and_are_masked():
-    config = parse(environ={"OSTINATO_API_KEY": "secret", "OSTINATO_ADMIN_KEY": "root"})
-    assert (config.server.api_key, config.server.admin_key) == ("secret", "root")
+    config = parse(environ={"OSTINATO_API_KEY": "secret, other", "OSTINATO_ADMIN_KEY": "root"})
+    assert (config.server.api_key, config.server.admin_key) == (("secret", "other"), "root")
     assert changed(config) == {"server.api_key": "***", "server.admin_key": "***"}
 
 
