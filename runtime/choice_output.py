@@ -81,6 +81,11 @@ class ChoiceOutput:
         return 0 if self._parser is None else self._parser.num_calls
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return None if self._scanner is None else self._scanner.matched
+
+    @property
     def _stopped(self) -> bool:
         return self._scanner is not None and self._scanner.matched is not None
 
@@ -159,8 +164,10 @@ class ChoiceOutput:
     def _made(self, told: list[Event], reason: FinishReason | None = None) -> Delta:
         delta = _delta(told, parsed=self._parser is not None)
         # Behind other things than content nothing waits that a stop string could cut.
-        all_shown = bool(told) and not isinstance(told[-1], Content) and self._decoded == (
-            self._shown + len(delta.text)
+        all_shown = (
+            bool(told)
+            and not isinstance(told[-1], Content)
+            and self._decoded == (self._shown + len(delta.text))
         )
         return delta._replace(
             tokens=self._release(len(delta.text), all_shown=all_shown), finish_reason=reason

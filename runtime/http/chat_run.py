@@ -104,4 +104,5 @@ async def run_chat(state: ServerState, choice: Choice) -> AsyncGenerator[News]:
 
 
 def _events(delta: Delta) -> list[Event]:
-    return [Content(delta.text)] if delta.text else []
+    """`parts` of a choice whose text is parsed; else its text is all content."""
+    return list(delta.parts) or ([Content(delta.text)] if delta.text else [])
