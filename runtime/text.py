@@ -163,11 +163,7 @@ class TextFrontEnd:
             raise InvalidRequest(
                 "this model has no chat template; send a plain prompt to /v1/completions", param="messages"
             )
-        kwargs = template_kwargs or {}
-        if clash := sorted(_RESERVED & kwargs.keys()):
-            raise InvalidRequest(
-                f"chat_template_kwargs: {clash[0]} is set by the server", param="chat_template_kwargs"
-            )
+        variables = self.template_variables(template_kwargs)
         try:
             return render_conversation(
                 self.chat_template,
@@ -176,10 +172,19 @@ class TextFrontEnd:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 documents=documents,
-                variables={**self.special_tokens, **kwargs},
+                variables=variables,
             )
         except Exception as error:  # a template is a program: any exception of it is about these messages
             raise template_refusal(error) from error
+
+    def template_variables(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        """What a template sees besides its arguments: special tokens, and `kwargs` of the request."""
+        kwargs = kwargs or {}
+        if clash := sorted(_RESERVED & kwargs.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs: {clash[0]} is set by the server", param="chat_template_kwargs"
+            )
+        return {**self.special_tokens, **kwargs}
 
     def encode_chat(
         self,

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ostinato.runtime.choice_output import Delta, ShownToken
+from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.messages import TokenLogprob
+from ostinato.runtime.output.events import Event
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI gives for an impossible token; JSON has no minus infinity
 
@@ -43,6 +45,27 @@ def usage(choices: Iterable[Choice], n: int) -> dict[str, object]:
     }
 
 
+def prompt_records(codec: TokenCodec, choice: Choice, most: int | None) -> list[object] | None:
+    """`prompt_logprobs` as vLLM writes them: null, or token id -> log-probability, rank and text."""
+    if most is None:
+        return None
+    records: list[object] = []
+    for record in choice.prompt_logprobs or [None] * len(choice.request.prompt_token_ids):
+        if record is None:
+            records.append(None)
+            continue
+        ranked = [(i, value, rank) for rank, (i, value) in enumerate(alternatives(record, most), 1)]
+        if all(i != record.token_id for i, _, _ in ranked):
+            ranked.append((record.token_id, finite(record.logprob), record.rank))
+        records.append(
+            {
+                str(i): {"logprob": value, "rank": rank, "decoded_token": codec.token_text(i)}
+                for i, value, rank in ranked
+            }
+        )
+    return records
+
+
 @dataclass
 class Collected:
     """All deltas of one choice, for an answer that is sent whole."""
@@ -50,11 +73,13 @@ class Collected:
     texts: list[str] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
+    parts: list[Event] = field(default_factory=list)  # of a choice that is parsed
 
     def add(self, delta: Delta) -> None:
         """Append one delta."""
         self.texts.append(delta.text)
         self.tokens.extend(delta.tokens)
+        self.parts.extend(delta.parts)
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 

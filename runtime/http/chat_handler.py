@@ -7,16 +7,27 @@ from typing import Any
 
 from aiohttp import web
 
+from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.detokenizer import TokenCodec
-from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, new_id, usage
+from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, prompt_records, usage
 from ostinato.runtime.http.api_schema import ChatRequest, TokenizeRequest
 from ostinato.runtime.http.chat_messages import template_messages
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
-from ostinato.runtime.http.request_rules import check_prompt, fit, read_request, sampling_params
+from ostinato.runtime.http.request_rules import (
+    answer_id,
+    check_prompt,
+    check_template,
+    fit,
+    kept_tokens,
+    read_request,
+    sampling_params,
+)
+from ostinato.runtime.http.request_template import render_request_template
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
+from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.text import TextFrontEnd
 
 
@@ -25,6 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     fields = await read_request(request, ChatRequest)
     state.check_open()
+    check_template(state, fields)
     with cancelled_when_client_leaves(request):
         sampling = sampling_params(
             state,
@@ -33,37 +45,71 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         )
         window = state.engine.info.max_model_len
-        prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
+        timeout_s = state.config.template_timeout_s
+        prompt_ids = await state.text.off_loop(
+            lambda: chat_prompt_ids(state.text, fields, window, template_timeout_s=timeout_s)
+        )
         check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
         sampling = fit(sampling, prompt_ids, window, param="messages")
         return await send_answer(request, fields, ChatAnswer(state, fields), [prompt_ids], [sampling])
 
 
 def chat_prompt_ids(
-    text: TextFrontEnd, fields: ChatRequest | TokenizeRequest, window: int | None = None
+    text: TextFrontEnd,
+    fields: ChatRequest | TokenizeRequest,
+    window: int | None = None,
+    *,
+    template_timeout_s: float = 0.0,
 ) -> list[int]:
-    """Token ids of the rendered conversation, which must fit into `window`; the same for /tokenize."""
-    messages = template_messages(fields.messages or [], text.chat_template or "")
-    return text.encode_chat(
-        messages,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        add_special_tokens=bool(fields.add_special_tokens),
-        template_kwargs=fields.chat_template_kwargs,
-        window=window,
-    )
+    """Token ids of the rendered conversation, which must fit into `window`; the same for /tokenize.
+
+    `template_timeout_s`: for a template of the request's own, see `render_request_template`.
+    """
+    continues = bool(fields.continue_final_message)
+    given: dict[str, Any] = {  # Any: the template's own business
+        "add_generation_prompt": fields.add_generation_prompt is not False and not continues,
+        "continue_final_message": continues,
+        "documents": fields.documents,
+    }
+    template = fields.chat_template if fields.chat_template is not None else text.chat_template or ""
+    if fields.documents and "documents" not in template:
+        raise InvalidRequest(
+            "documents: this chat template never reads them; leave them out", param="documents"
+        )
+    messages = template_messages(fields.messages or [], template)
+    if fields.chat_template is None:
+        prompt = text.render_chat(messages, template_kwargs=fields.chat_template_kwargs, **given)
+    else:
+        variables = text.template_variables(fields.chat_template_kwargs)
+        arguments = {"template": template, "messages": messages, "variables": variables, **given}
+        prompt = render_request_template(arguments, template_timeout_s)
+    kept = None
+    if window is not None and isinstance(fields, ChatRequest):
+        kept = kept_tokens(fields, fields.token_limit, window)
+    special = bool(fields.add_special_tokens)
+    if window is None:
+        return text.encode(prompt, add_special_tokens=special)
+    if kept is None:
+        return text.encode_within(window, prompt, param="messages", add_special_tokens=special)
+    ids = text.encode(prompt, add_special_tokens=special)[-kept:]
+    room_left(len(ids), window, param="messages")
+    return ids
 
 
 class ChatAnswer:
     """Renders deltas as chunks, or all of them as one body. What never changes is rendered once."""
 
     def __init__(self, state: ServerState, fields: ChatRequest) -> None:
-        self.id = new_id("chatcmpl")
+        self.id = answer_id(state, "chatcmpl", fields.request_id)
         self._head: dict[str, object] = {"created": int(time.time()), "model": state.model}
         self._codec = state.text.codec
         self._n = fields.n or 1
         self._logprobs = bool(fields.logprobs)
         self._top = fields.top_logprobs or 0
+        self._prompt_top = fields.prompt_logprobs
+        self._ids = bool(fields.return_token_ids)
         self._usage = fields.includes_usage
+        self._repeats = fields.repeats_usage
         self._started: set[int] = set()
         head = dump({"id": self.id, "object": "chat.completion.chunk", **self._head})[:-1]
         self._prefix = f"data: {head},"
@@ -71,15 +117,17 @@ class ChatAnswer:
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """Chunks of one delta: the role before the first, the reason in a chunk of its own at the end."""
-        index, out = choice.index, ""
-        if index not in self._started:
-            self._started.add(index)
-            out = self._chunk(index, '{"role":"assistant","content":""}', "null", "null")
-        if delta.text or (self._logprobs and delta.tokens):
+        out = ""
+        if choice.index not in self._started:
+            out = self._chunk(choice, '{"role":"assistant","content":""}', more=self._of_prompt(choice))
+            self._started.add(choice.index)
+        ids = choice.take_ids() if self._ids else []
+        if delta.text or (self._logprobs and delta.tokens) or (ids and delta.finish_reason is None):
             logprobs = dump(self._content(delta.tokens)) if self._logprobs else "null"
-            out += self._chunk(index, f'{{"content":{dump(delta.text)}}}', logprobs, "null")
+            out += self._chunk(choice, f'{{"content":{dump(delta.text)}}}', logprobs, ids=ids)
+            ids = []
         if delta.finish_reason is not None:
-            out += self._chunk(index, "{}", "null", f'"{delta.finish_reason}"')
+            out += self._chunk(choice, "{}", reason=f'"{delta.finish_reason}"', ids=ids)
         return out.encode()
 
     def closing(self, choices: list[Choice]) -> bytes:
@@ -101,17 +149,42 @@ class ChatAnswer:
                         "message": {"role": "assistant", "content": "".join(got.texts), "refusal": None},
                         "logprobs": self._content(got.tokens) if self._logprobs else None,
                         "finish_reason": got.finish_reason,
+                        **({"token_ids": choice.take_ids()} if self._ids else {}),
                     }
                     for choice, got in zip(choices, whole, strict=True)
                 ],
                 "usage": usage(choices, self._n),
+                **self._of_prompt(choices[0]),
             }
         )
 
-    def _chunk(self, index: int, delta: str, logprobs: str, reason: str) -> str:
+    def _of_prompt(self, choice: Choice) -> dict[str, object]:
+        """What was asked about the prompt: once per answer, with its first choice."""
+        told: dict[str, object] = {}
+        if self._started or choice.index:
+            return told
+        if self._prompt_top is not None:
+            told["prompt_logprobs"] = prompt_records(self._codec, choice, self._prompt_top)
+        if self._ids:
+            told["prompt_token_ids"] = choice.request.prompt_token_ids
+        return told
+
+    def _chunk(
+        self,
+        choice: Choice,
+        delta: str,
+        logprobs: str = "null",
+        reason: str = "null",
+        *,
+        ids: list[int] | None = None,
+        more: dict[str, object] | None = None,
+    ) -> str:
+        own = f',"token_ids":{dump(ids or [])}' if self._ids else ""
+        suffix = f',"usage":{dump(usage([choice], 1))}}}\n\n' if self._repeats else self._suffix
+        above = f"{dump(more)[1:-1]}," if more else ""
         return (
-            f'{self._prefix}"choices":[{{"index":{index},"delta":{delta},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}}}]{self._suffix}'
+            f'{self._prefix}{above}"choices":[{{"index":{choice.index},"delta":{delta},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}{own}}}]{suffix}'
         )
 
     def _content(self, tokens: tuple[ShownToken, ...] | list[ShownToken]) -> dict[str, object]:

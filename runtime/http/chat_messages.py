@@ -99,7 +99,7 @@ class ChatMessage(BaseModel):
 def template_messages(messages: list[ChatMessage], template: str) -> list[dict[str, object]]:
     """Plain dicts for the chat template.
 
-    Text parts are joined by newlines.  Arguments of tool calls are decoded, since templates print mappings
+    Arguments of tool calls are decoded, since templates print mappings
     themselves; text that is no JSON object raises InvalidRequest, as do tool calls that `template` never
     reads. `developer` becomes `system` for a template that does not know the word.
     """
@@ -107,7 +107,7 @@ def template_messages(messages: list[ChatMessage], template: str) -> list[dict[s
     result = []
     for at, message in enumerate(messages):
         role = "system" if message.role == "developer" and not knows_developer else message.role
-        shown: dict[str, object] = {"role": role, "content": _text(message)}
+        shown: dict[str, object] = {"role": role, "content": _content(message)}
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 shown[name] = value
@@ -124,12 +124,12 @@ def template_messages(messages: list[ChatMessage], template: str) -> list[dict[s
     return result
 
 
-def _text(message: ChatMessage) -> str:
+def _content(message: ChatMessage) -> object:
     if message.content is None:
         return ""
     if isinstance(message.content, str):
         return message.content
-    return "\n".join(part.text for part in message.content)
+    return [{"type": part.type, "text": part.text} for part in message.content]
 
 
 def _call(call: ToolCall, at: int, which: int) -> dict[str, object]:

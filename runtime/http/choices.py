@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
@@ -25,7 +25,14 @@ class Choice:
     output: ChoiceOutput
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    logprob: float = 0.0  # sum over its tokens, if log-probabilities were asked for
+    new_ids: list[int] = field(default_factory=list, repr=False)  # generated, not yet taken by the renderer
     events: int = field(default=0, repr=False)
+
+    def take_ids(self) -> list[int]:
+        """Tokens generated since this was called last."""
+        ids, self.new_ids = self.new_ids, []
+        return ids
 
 
 def make_choices(
@@ -37,10 +44,11 @@ def make_choices(
     *,
     priority: int,
     cache_salt: str,
+    make_output: Callable[[SamplingParams, Sequence[int]], ChoiceOutput] | None = None,
 ) -> list[Choice]:
     """`n` sequences for each prompt, in the order of OpenAI's indices.
 
-    Each has its own seed: the request's plus its number among the n, or a drawn one.
+    `make_output`: what reads a sequence; else its text is all content.  Each has its own seed: the request's plus its number among the n, or a drawn one.
     """
     choices: list[Choice] = []
     for prompt_ids, params in zip(prompts, sampling, strict=True):
@@ -56,7 +64,8 @@ def make_choices(
                 priority=priority,
                 cache_salt=cache_salt,
             )
-            choices.append(Choice(index, request, ChoiceOutput(state.text.codec, own)))
+            output = ChoiceOutput(state.text.codec, own) if make_output is None else make_output(own, ids)
+            choices.append(Choice(index, request, output))
     return choices
 
 
@@ -115,7 +124,11 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
                     choice.cached_tokens, choice.prompt_logprobs = event.cached_tokens, event.prompt_logprobs
                     clock.times.cached_tokens = event.cached_tokens
                 choice.events += 1
+                before = choice.output.num_tokens
                 delta = choice.output.push(event)
+                choice.new_ids += event.token_ids[: choice.output.num_tokens - before]
+                if event.logprobs:
+                    choice.logprob += sum(record.logprob for record in event.logprobs)
                 if event.finish_reason in ("abort", "error") and delta.finish_reason != "stop":
                     outcome = event.finish_reason
                     if outcome == "abort":

@@ -9,11 +9,19 @@ from aiohttp import web
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import Delta, ShownToken
-from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, new_id, usage
+from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, prompt_records, usage
 from ostinato.runtime.http.api_schema import CompletionRequest
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
-from ostinato.runtime.http.request_rules import MAX_CHOICES, check_prompt, fit, read_request, sampling_params
+from ostinato.runtime.http.request_rules import (
+    MAX_CHOICES,
+    answer_id,
+    check_prompt,
+    fit,
+    kept_tokens,
+    read_request,
+    sampling_params,
+)
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.prompt_room import room_left
@@ -32,15 +40,19 @@ async def completions(request: web.Request) -> web.StreamResponse:
             if fields.max_tokens is None
             else fields.max_tokens
         )
-        sampling = sampling_params(state, fields, limit=limit, logprobs=fields.logprobs)
-        if fields.echo and fields.logprobs is not None:
-            sampling = sampling.model_copy(update={"prompt_logprobs": fields.logprobs})
-        prompts = await _prompts(state, fields)
-        n = fields.n or 1
+        # An engine generates at least one token; with max_tokens=0 the answer does not show it.
+        sampling = sampling_params(state, fields, limit=max(1, limit), logprobs=fields.logprobs)
+        if limit == 0 and fields.min_tokens:
+            raise InvalidRequest(f"min_tokens: {fields.min_tokens} is over max_tokens=0", param="min_tokens")
+        sampling = sampling.model_copy(update=_asked_besides(fields))
+        prompts = await _prompts(state, fields, limit)
+        n = fields.sequences
         if len(prompts) * n > MAX_CHOICES:
+            param = "n" if n == (fields.n or 1) else "best_of"
             raise InvalidRequest(
-                f"n: {len(prompts)} prompts x n={n} is over {MAX_CHOICES} sequences; send fewer at once",
-                param="n",
+                f"{param}: {len(prompts)} prompts x {param}={n} is over {MAX_CHOICES} sequences; send fewer "
+                "at once",
+                param=param,
             )
         window = state.engine.info.max_model_len
         answer = CompletionAnswer(state, fields, [text for text, _ in prompts])
@@ -49,8 +61,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await send_answer(request, fields, answer, all_ids, several)
 
 
-async def _prompts(state: ServerState, fields: CompletionRequest) -> list[tuple[str | None, list[int]]]:
-    """Text (None when the client sent ids) and token ids of each prompt."""
+def _asked_besides(fields: CompletionRequest) -> dict[str, int]:
+    """Log-probabilities that other fields need: those of an echoed prompt, and what ranks `best_of`."""
+    needs: dict[str, int] = {}
+    if fields.echo and fields.logprobs is not None:
+        needs["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
+    if fields.sequences > (fields.n or 1) and fields.logprobs is None:
+        needs["logprobs"] = 0
+    return needs
+
+
+async def _prompts(
+    state: ServerState, fields: CompletionRequest, limit: int
+) -> list[tuple[str | None, list[int]]]:
+    """Text (None when the client sent ids, or when it was cut) and token ids of each prompt."""
+    kept = kept_tokens(fields, limit, state.engine.info.max_model_len)
     prompt, text, info = fields.prompt, state.text, state.engine.info
     special = fields.add_special_tokens is not False
     named = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
@@ -59,6 +84,8 @@ async def _prompts(state: ServerState, fields: CompletionRequest) -> list[tuple[
         return f"prompt[{at}]" if named else "prompt"
 
     def encode(texts: list[str]) -> list[tuple[str | None, list[int]]]:
+        if kept is not None:
+            return [(one, text.encode(one, add_special_tokens=special)) for one in texts]
         return [
             (one, text.encode_within(info.max_model_len, one, param=param(at), add_special_tokens=special))
             for at, one in enumerate(texts)
@@ -77,6 +104,9 @@ async def _prompts(state: ServerState, fields: CompletionRequest) -> list[tuple[
     for at, (one, ids) in enumerate(result):
         # An empty text is refused though BOS would make it one token: nobody means it.
         check_prompt([] if one == "" else ids, info.vocab_size, param(at))
+        if kept is not None and len(ids) > kept:
+            one, ids = None, ids[-kept:]
+            result[at] = one, ids
         room_left(len(ids), info.max_model_len, param=param(at))
     return result
 
@@ -85,7 +115,7 @@ class CompletionAnswer:
     """Renders deltas as chunks, or all of them as one body. What never changes is rendered once."""
 
     def __init__(self, state: ServerState, fields: CompletionRequest, texts: Sequence[str | None]) -> None:
-        self.id = new_id("cmpl")
+        self.id = answer_id(state, "cmpl", fields.request_id)
         self._head = {
             "id": self.id,
             "object": "text_completion",
@@ -95,6 +125,11 @@ class CompletionAnswer:
         self._text = state.text
         self._codec = state.text.codec
         self._n = fields.n or 1
+        self._sequences = fields.sequences
+        self._prompt_alone = fields.max_tokens == 0
+        self._prompt_top = fields.prompt_logprobs
+        self._ids = bool(fields.return_token_ids)
+        self._repeats = fields.repeats_usage
         self._top = fields.logprobs
         self._echo = bool(fields.echo)
         self._texts = texts
@@ -105,39 +140,87 @@ class CompletionAnswer:
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """The chunk of one delta; the reason comes with the last text."""
+        delta = self._shown(delta)
+        more = self._more(choice)
         text, logprobs = self._begin(choice)
         self._add(logprobs, choice, delta.tokens)
         text += delta.text
-        if not text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
+        is_empty = not text and not more.get("token_ids") and not (logprobs and logprobs["tokens"])
+        if is_empty and delta.finish_reason is None:
             return b""
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         detail = "null" if logprobs is None else dump(logprobs)
+        suffix = f',"usage":{dump(self._used([choice], 1))}}}\n\n' if self._repeats else self._suffix
+        own = f",{dump(more)[1:-1]}" if more else ""
         return (
             f'{self._prefix}"choices":[{{"index":{choice.index},"text":{dump(text)},'
-            f'"logprobs":{detail},"finish_reason":{reason}}}]{self._suffix}'
+            f'"logprobs":{detail},"finish_reason":{reason}{own}}}]{suffix}'
         ).encode()
 
     def closing(self, choices: list[Choice]) -> bytes:
         """The usage chunk, when asked for."""
         if not self._usage:
             return b""
-        return f'{self._prefix}"choices":[],"usage":{dump(usage(choices, self._n))}}}\n\n'.encode()
+        used = self._used(choices, self._sequences)
+        return f'{self._prefix}"choices":[],"usage":{dump(used)}}}\n\n'.encode()
 
     def body(self, choices: list[Choice], whole: list[Collected]) -> str:
         """The answer in one piece."""
         rendered = []
-        for choice, got in zip(choices, whole, strict=True):
+        for index, choice in enumerate(self._best(choices)):
+            got = whole[choice.index]
+            delta = self._shown(Delta("".join(got.texts), tuple(got.tokens)))
+            more = self._more(choice)
             text, logprobs = self._begin(choice)
-            self._add(logprobs, choice, got.tokens)
+            self._add(logprobs, choice, delta.tokens)
             rendered.append(
                 {
-                    "index": choice.index,
-                    "text": text + "".join(got.texts),
+                    "index": index,
+                    "text": text + delta.text,
                     "logprobs": logprobs,
-                    "finish_reason": got.finish_reason,
+                    "finish_reason": "length" if self._prompt_alone else got.finish_reason,
+                    **more,
                 }
             )
-        return dump({**self._head, "choices": rendered, "usage": usage(choices, self._n)})
+        return dump({**self._head, "choices": rendered, "usage": self._used(choices, self._sequences)})
+
+    def _best(self, choices: list[Choice]) -> list[Choice]:
+        """The sequences that come back: with `best_of` over `n` the likeliest of each prompt, best first."""
+        if self._sequences == self._n:
+            return choices
+        best: list[Choice] = []
+        for at in range(0, len(choices), self._sequences):
+            ranked = sorted(
+                choices[at : at + self._sequences],
+                key=lambda one: -one.logprob / max(1, one.output.num_tokens),
+            )
+            best += ranked[: self._n]
+        return best
+
+    def _shown(self, delta: Delta) -> Delta:
+        if not self._prompt_alone:
+            return delta
+        return Delta("", (), None if delta.finish_reason is None else "length")
+
+    def _used(self, choices: list[Choice], sequences: int) -> dict[str, object]:
+        used = usage(choices, sequences)
+        if self._prompt_alone:
+            used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+        return used
+
+    def _more(self, choice: Choice) -> dict[str, object]:
+        """Fields of a choice that were asked for: of the prompt once, its new tokens each time."""
+        is_first = choice.index not in self._echoed
+        told: dict[str, object] = {}
+        if self._prompt_top is not None:
+            told["prompt_logprobs"] = (
+                prompt_records(self._codec, choice, self._prompt_top) if is_first else None
+            )
+        if self._ids:
+            ids = choice.take_ids()
+            told["token_ids"] = [] if self._prompt_alone else ids
+            told["prompt_token_ids"] = choice.request.prompt_token_ids if is_first else None
+        return told
 
     def _begin(self, choice: Choice) -> tuple[str, dict[str, list[object]] | None]:
         """Text and log-probabilities in front of the next delta: those of the echoed prompt, once."""
@@ -153,7 +236,7 @@ class CompletionAnswer:
     def _echo_prompt(self, choice: Choice, logprobs: dict[str, list[object]] | None) -> str:
         """The prompt as the client gave it, or decoded. Special tokens that the text lacks have no width."""
         ids = choice.request.prompt_token_ids
-        given = self._texts[choice.index // self._n]
+        given = self._texts[choice.index // self._sequences]
         skip = choice.request.sampling.skip_special_tokens if given is None else self._hides_bos(given, ids)
         if logprobs is not None:
             known = choice.prompt_logprobs or (None,) * len(ids)

@@ -9,13 +9,16 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ostinato.errors import InvalidRequest
+from ostinato.runtime.bad_words import with_word_ids
+from ostinato.runtime.http.answer_parts import new_id
 from ostinato.runtime.http.api_errors import refusal
-from ostinato.runtime.http.api_schema import SamplingRequest, Wire
+from ostinato.runtime.http.api_schema import SamplingRequest, TemplateRequest, Wire
 from ostinato.runtime.http.request_body import read_body
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.http.strict_json import parse_object
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.prompt_room import room_left
+from ostinato.runtime.sampling.sampling_check import validate_sampling
 
 W = TypeVar("W", bound=Wire)
 
@@ -55,27 +58,67 @@ def sampling_params(
     `limit` is the request's own max_tokens.
     """
     info, config = state.engine.info, state.config
-    if (fields.n or 1) > config.max_n:
-        raise InvalidRequest(f"n: at most {config.max_n} on this server; got {fields.n}", param="n")
-    if logprobs is not None and logprobs > config.max_logprobs:
-        param = "top_logprobs" if hasattr(fields, "top_logprobs") else "logprobs"
-        raise InvalidRequest(f"{param}: at most {config.max_logprobs}; got {logprobs}", param=param)
+    if fields.sequences > config.max_n:
+        param = "n" if fields.sequences == fields.n else "best_of"
+        raise InvalidRequest(
+            f"{param}: at most {config.max_n} on this server; got {fields.sequences}", param=param
+        )
+    named = "top_logprobs" if hasattr(fields, "top_logprobs") else "logprobs"
+    for param, asked in ((named, logprobs), ("prompt_logprobs", fields.prompt_logprobs)):
+        if asked is not None and asked > config.max_logprobs:
+            raise InvalidRequest(f"{param}: at most {config.max_logprobs}; got {asked}", param=param)
     if limit is not None and (fields.min_tokens or 0) > limit:
         raise InvalidRequest(
             f"min_tokens: {fields.min_tokens} is over max_tokens={limit}", param="min_tokens"
         )
-    check_tokens(fields.logit_bias or (), info.vocab_size, "logit_bias")
-    check_tokens(fields.stop_token_ids or (), info.vocab_size, "stop_token_ids")
+    for param in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        check_tokens(getattr(fields, param) or (), info.vocab_size, param)
     values: dict[str, Any] = state.text.defaults.model_dump(exclude_none=True)
     values |= {name: value for name in _COPIED if (value := getattr(fields, name)) is not None}
-    return SamplingParams(
+    allowed = fields.allowed_token_ids
+    sampling = SamplingParams(
         **values,  # the schema has checked the types
         max_tokens=limit,
         seed=None if fields.seed is None else fields.seed % 2**63,
         stop=fields.stops,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=tuple(fields.bad_words or ()),
         logprobs=logprobs,
+        logprob_token_ids=tuple(fields.logprob_token_ids or ()),
+        prompt_logprobs=fields.prompt_logprobs,
     )
+    sampling = with_word_ids(state.text, sampling)
+    validate_sampling(sampling, info.vocab_size)
+    return sampling
+
+
+def kept_tokens(fields: SamplingRequest, limit: int | None, window: int) -> int | None:
+    """How many tokens at the end of a prompt are used at most; None: all, whatever their number."""
+    asked = fields.truncate_prompt_tokens
+    return max(1, window - (limit or 1)) if asked == -1 else asked
+
+
+def answer_id(state: ServerState, prefix: str, request_id: str | None) -> str:
+    """The id of an answer; InvalidRequest if the client's own is in use."""
+    if request_id is None:
+        return new_id(prefix)
+    name = f"{prefix}-{request_id}"
+    if f"{name}-0" in state.live:
+        raise InvalidRequest(
+            f"request_id: {request_id!r} is the id of a request that is running; give another",
+            param="request_id",
+        )
+    return name
+
+
+def check_template(state: ServerState, fields: TemplateRequest) -> None:
+    """A template of the request's own runs only where the operator allows it."""
+    if fields.chat_template is not None and not state.config.allow_chat_template:
+        raise InvalidRequest(
+            "chat_template: not allowed on this server (server.allow_chat_template); leave it out",
+            param="chat_template",
+        )
 
 
 def fit(sampling: SamplingParams, prompt_ids: Sequence[int], window: int, *, param: str) -> SamplingParams:

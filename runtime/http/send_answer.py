@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
 from aiohttp import web
 
-from ostinato.runtime.choice_output import Delta
+from ostinato.runtime.choice_output import ChoiceOutput, Delta
 from ostinato.runtime.http.answer_parts import Collected
 from ostinato.runtime.http.api_schema import SamplingRequest
 from ostinato.runtime.http.choices import Choice, make_choices, run_choices
@@ -38,6 +38,8 @@ async def send_answer(
     rendering: Rendering,
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
+    *,
+    make_output: Callable[[SamplingParams, Sequence[int]], ChoiceOutput] | None = None,
 ) -> web.StreamResponse:
     """Generate `n` choices for each prompt; send them as events or, when all are complete, as one body."""
     state = request.app[STATE]
@@ -46,9 +48,10 @@ async def send_answer(
         rendering.id,
         prompts,
         sampling,
-        fields.n or 1,
+        fields.sequences,
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt or "",
+        make_output=make_output,
     )
     async with aclosing(run_choices(state, choices)) as deltas:
         if fields.stream:

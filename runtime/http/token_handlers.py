@@ -7,7 +7,7 @@ from aiohttp import web
 from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.api_schema import DetokenizeRequest, TokenizeRequest
 from ostinato.runtime.http.chat_handler import chat_prompt_ids
-from ostinato.runtime.http.request_rules import check_tokens, read_request
+from ostinato.runtime.http.request_rules import check_template, check_tokens, read_request
 from ostinato.runtime.http.server_state import STATE
 
 
@@ -15,10 +15,11 @@ async def tokenize(request: web.Request) -> web.Response:
     """Ids of a prompt (special tokens as in /v1/completions) or of messages (as in /v1/chat/completions)."""
     state = request.app[STATE]
     fields = await read_request(request, TokenizeRequest)
+    check_template(state, fields)
 
     def encode() -> list[int]:
         if fields.prompt is None:
-            return chat_prompt_ids(state.text, fields)
+            return chat_prompt_ids(state.text, fields, template_timeout_s=state.config.template_timeout_s)
         return state.text.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
 
     ids = await state.text.off_loop(encode)
