@@ -137,7 +137,16 @@ class ServerConfig(Section):
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish on shutdown")
     stall_s: float = Field(30.0, gt=0, description="seconds without step progress before /health fails")
+    allow_chat_template: bool = Field(
+        False, description="requests may bring a chat template: a program, run apart with little memory"
+    )
     max_n: int = Field(16, ge=1, le=128, description="most choices (`n`) of one request")
+    tool_parser: str = Field(
+        "auto", description="how the model writes tool calls, see docs/api.md; auto: by its chat template"
+    )
+    reasoning_parser: str = Field(
+        "auto", description="how the model marks its thoughts, see docs/api.md; auto: by its chat template"
+    )
     max_logprobs: int = Field(20, ge=0, le=1000, description="most alternatives per token")
 
 

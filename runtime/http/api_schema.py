@@ -21,6 +21,7 @@ from ostinato.runtime.http.sampling_schema import (
     StopText,
     StreamOptions,
 )
+from ostinato.runtime.http.tool_schema import ToolRequest, ToolTemplateRequest
 from ostinato.runtime.http.wire import IGNORED, UNSUPPORTED, TokenId, Whole, Wire, optional, required
 
 __all__ = [
@@ -166,7 +167,7 @@ class TemplateRequest(Wire):
         return self
 
 
-class ChatRequest(SamplingRequest, TemplateRequest):
+class ChatRequest(SamplingRequest, TemplateRequest, ToolRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] = required(
@@ -204,7 +205,7 @@ class ChatRequest(SamplingRequest, TemplateRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeRequest(TemplateRequest):
+class TokenizeRequest(TemplateRequest, ToolTemplateRequest):
     """POST /tokenize: a prompt or messages, by the rules of the two completion routes."""
 
     prompt: str | None = optional("text, as in /v1/completions; this or `messages`")

@@ -12,7 +12,14 @@ from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, prompt_records, usage
 from ostinato.runtime.http.api_schema import ChatRequest, TokenizeRequest
+from ostinato.runtime.http.chat_format import (
+    check_tools,
+    output_maker,
+    template_tools,
+    thinking_variables,
+)
 from ostinato.runtime.http.chat_messages import template_messages
+from ostinato.runtime.http.chat_parts import delta_json, finish_reason, message
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
 from ostinato.runtime.http.request_rules import (
@@ -28,6 +35,7 @@ from ostinato.runtime.http.request_template import render_request_template
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.prompt_room import room_left
+from ostinato.runtime.output.events import Content
 from ostinato.runtime.text import TextFrontEnd
 
 
@@ -37,6 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     fields = await read_request(request, ChatRequest)
     state.check_open()
     check_template(state, fields)
+    check_tools(state, fields)
     with cancelled_when_client_leaves(request):
         sampling = sampling_params(
             state,
@@ -51,7 +60,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         )
         check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
         sampling = fit(sampling, prompt_ids, window, param="messages")
-        return await send_answer(request, fields, ChatAnswer(state, fields), [prompt_ids], [sampling])
+        return await send_answer(
+            request,
+            fields,
+            ChatAnswer(state, fields),
+            [prompt_ids],
+            [sampling],
+            make_output=output_maker(state, fields),
+        )
 
 
 def chat_prompt_ids(
@@ -77,10 +93,12 @@ def chat_prompt_ids(
             "documents: this chat template never reads them; leave them out", param="documents"
         )
     messages = template_messages(fields.messages or [], template)
+    given["tools"] = template_tools(fields, template)
+    variables = {**thinking_variables(fields, template), **(fields.chat_template_kwargs or {})}
     if fields.chat_template is None:
-        prompt = text.render_chat(messages, template_kwargs=fields.chat_template_kwargs, **given)
+        prompt = text.render_chat(messages, template_kwargs=variables, **given)
     else:
-        variables = text.template_variables(fields.chat_template_kwargs)
+        variables = text.template_variables(variables)
         arguments = {"template": template, "messages": messages, "variables": variables, **given}
         prompt = render_request_template(arguments, template_timeout_s)
     kept = None
@@ -104,6 +122,7 @@ class ChatAnswer:
         self._head: dict[str, object] = {"created": int(time.time()), "model": state.model}
         self._codec = state.text.codec
         self._n = fields.n or 1
+        self._with_reasoning = fields.include_reasoning is not False
         self._logprobs = bool(fields.logprobs)
         self._top = fields.top_logprobs or 0
         self._prompt_top = fields.prompt_logprobs
@@ -122,13 +141,22 @@ class ChatAnswer:
             out = self._chunk(choice, '{"role":"assistant","content":""}', more=self._of_prompt(choice))
             self._started.add(choice.index)
         ids = choice.take_ids() if self._ids else []
-        if delta.text or (self._logprobs and delta.tokens) or (ids and delta.finish_reason is None):
-            logprobs = dump(self._content(delta.tokens)) if self._logprobs else "null"
-            out += self._chunk(choice, f'{{"content":{dump(delta.text)}}}', logprobs, ids=ids)
-            ids = []
+        logprobs = dump(self._content(delta.tokens)) if self._logprobs else "null"
+        said = self._said(delta)
+        if not said and ((self._logprobs and delta.tokens) or (ids and delta.finish_reason is None)):
+            said = ['{"content":""}']
+        for one in said:
+            out += self._chunk(choice, one, logprobs, ids=ids)
+            logprobs, ids = "null", []  # they stand with the first
         if delta.finish_reason is not None:
-            out += self._chunk(choice, "{}", reason=f'"{delta.finish_reason}"', ids=ids)
+            reason = finish_reason(delta.finish_reason, choice.output.num_calls)
+            out += self._chunk(choice, "{}", reason=f'"{reason}"', ids=ids)
         return out.encode()
+
+    def _said(self, delta: Delta) -> list[str]:
+        parts = delta.parts or ((Content(delta.text),) if delta.text else ())
+        made = [delta_json(part, with_reasoning=self._with_reasoning) for part in parts]
+        return [one for one in made if one is not None]
 
     def closing(self, choices: list[Choice]) -> bytes:
         """The usage chunk, when asked for."""
@@ -146,9 +174,11 @@ class ChatAnswer:
                 "choices": [
                     {
                         "index": choice.index,
-                        "message": {"role": "assistant", "content": "".join(got.texts), "refusal": None},
+                        "message": message(
+                            "".join(got.texts), got.parts, with_reasoning=self._with_reasoning
+                        ),
                         "logprobs": self._content(got.tokens) if self._logprobs else None,
-                        "finish_reason": got.finish_reason,
+                        "finish_reason": finish_reason(got.finish_reason, choice.output.num_calls),
                         **({"token_ids": choice.take_ids()} if self._ids else {}),
                     }
                     for choice, got in zip(choices, whole, strict=True)

@@ -84,6 +84,7 @@ def make_app(
         middlewares=[_answer_errors, _check_origin, _check_key],
     )
     keys = KeyRing.of(config)
+    text.template_timeout_s = config.template_timeout_s
     if config.access_log != "off":
         access_log.setup()
     app[STATE] = ServerState(
@@ -100,6 +101,12 @@ def make_app(
     )
     state = app[STATE]
     state.metrics.watch(state.connections, state.bodies)
+    formats = state.formats  # a wrong name in the settings is known now
+    log.info(
+        "reasoning parser: %s, tool parser: %s",
+        formats.reasoning.name if formats.reasoning is not None else "none",
+        formats.tools.name if formats.tools is not None else "none",
+    )
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),

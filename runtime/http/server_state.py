@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from aiohttp import web
 
@@ -18,6 +19,7 @@ from ostinato.runtime.http.http_connection import Connections
 from ostinato.runtime.http.metrics import ServerMetrics
 from ostinato.runtime.http.tracing import Tracing
 from ostinato.runtime.http.web_origins import WebOrigins
+from ostinato.runtime.output.registry import OutputFormats, choose_formats
 from ostinato.runtime.text import TextFrontEnd
 
 
@@ -45,6 +47,17 @@ class ServerState:
     def model(self) -> str:
         """The name that clients use."""
         return self.config.served_name or self.engine.info.model
+
+    @cached_property
+    def formats(self) -> OutputFormats:
+        """How the model writes thoughts and tool calls. ConfigError for an unknown name in the settings."""
+        config = self.config
+        return choose_formats(config.reasoning_parser, config.tool_parser, self.text.chat_template)
+
+    @cached_property
+    def shown_special(self) -> frozenset[int]:
+        """Special tokens that `formats` read."""
+        return self.text.codec.special_ids_of(self.formats.markers)
 
     def check_model(self, name: str | None) -> None:
         """A request may leave the model out; a name must be ours."""

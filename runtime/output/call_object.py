@@ -101,7 +101,9 @@ def call_object(read: TextReader, answer: Answer, *, marked: bool) -> Steps[bool
     return True
 
 
-def call_objects(read: TextReader, answer: Answer, *, marked: bool, ends: tuple[str, ...] = ()) -> Steps[bool]:
+def call_objects(
+    read: TextReader, answer: Answer, *, marked: bool, ends: tuple[str, ...] = ()
+) -> Steps[bool]:
     """One or more such objects, in a list or in a row, and one of `ends`, which may be missing.
 
     False, without events, if the first is no call.  What comes behind and is neither call nor end is content.

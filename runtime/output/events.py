@@ -55,8 +55,10 @@ def join(events: Iterable[Event]) -> list[Event]:
             joined[-1] = Content(last.text + event.text)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
             joined[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and (
-            event.index == last.index
+        elif (
+            isinstance(event, CallArguments)
+            and isinstance(last, CallArguments)
+            and (event.index == last.index)
         ):
             joined[-1] = CallArguments(last.index, last.text + event.text)
         else:

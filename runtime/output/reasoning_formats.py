@@ -119,7 +119,9 @@ class GraniteThoughts(MarkedThoughts):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        return "Here is my thought process" in template or ("<response>" in template and "<think>" in template)
+        return "Here is my thought process" in template or (
+            "<response>" in template and "<think>" in template
+        )
 
     def strays(self, answer: Answer) -> tuple[str, ...]:
         return ("</response>",) if answer.num_thoughts else ("</think>",)

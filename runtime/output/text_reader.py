@@ -138,7 +138,9 @@ class TextReader:
 def _any_marker(markers: tuple[str, ...]) -> tuple[re.Pattern[str] | None, frozenset[str]]:
     for one in markers:
         assert one, "a marker has text"
-        assert not any(one != other and one in other for other in markers), f"{one!r} is part of another marker"
+        assert not any(one != other and one in other for other in markers), (
+            f"{one!r} is part of another marker"
+        )
     pattern = re.compile("|".join(map(re.escape, markers))) if markers else None
     return pattern, frozenset(marker[0] for marker in markers)
 

@@ -1,0 +1,230 @@
+"""Tools and thoughts through POST /v1/chat/completions: what a client reads, streamed and whole."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ostinato.errors import ConfigError
+from tests.support.fake_engine import Script, say
+from tests.support.serving import Served, serving
+from tests.support.toy_text import CHATML, front_end, tokenizer
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = (
+    "{%- if tools %}{% for t in tools %}<tools>{{ t | tojson }}</tools>{% endfor %}{% endif %}"
+    + CHATML
+    + "{% if enable_thinking %}<think>\n{% endif %}{# <tool_call> #}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object"}},
+}
+ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "tools": [WEATHER]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 😀", "days": 9007199254740993}}\n</tool_call>'
+ARGUMENTS = '{"city":"Köln 😀","days":9007199254740993}'
+SECOND = '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def writes(text: str, *, chunk: int = 1) -> Script:
+    return say(tokenizer().encode(text, add_special_tokens=False).ids, stop_id=1, chunk=chunk)
+
+
+def served(text: str, *, chunk: int = 1, template: str = TEMPLATE, **settings: Any):
+    return serving(writes(text, chunk=chunk), text=front_end(template=template), window=1024, **settings)
+
+
+def joined(events: list) -> dict[str, Any]:
+    """The message that a client builds of the deltas, as OpenAI's own does."""
+    made: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "finish_reason": None}
+    for event in events[:-1]:
+        (choice,) = event["choices"]
+        delta = choice["delta"]
+        made["content"] += delta.get("content") or ""
+        made["reasoning_content"] += delta.get("reasoning_content", "")
+        assert delta.get("reasoning_content") == delta.get("reasoning")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert (call["index"], call["type"]) == (len(made["calls"]), "function")
+                made["calls"].append({"id": call["id"], **call["function"]})
+            else:
+                assert call.keys() == {"index", "function"}
+                made["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        if choice["finish_reason"] is not None:
+            assert made["finish_reason"] is None
+            made["finish_reason"] = choice["finish_reason"]
+    return made
+
+
+async def both(served: Served, **fields: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(streamed, whole) in one form, ids of calls apart."""
+    streamed = joined(await served.events(CHAT, {**ASK, **fields}))
+    status, body = await served.post(CHAT, {**ASK, **fields})
+    assert status == 200, body
+    (choice,) = body["choices"]
+    message = choice["message"]
+    whole = {
+        "content": message["content"] or "",
+        "reasoning_content": message.get("reasoning_content", ""),
+        "calls": [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())],
+        "finish_reason": choice["finish_reason"],
+    }
+    ids = [call.pop("id") for made in (streamed, whole) for call in made["calls"]]
+    assert len(set(ids)) == len(ids)
+    return streamed, whole
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_thoughts_text_and_calls_come_apart_streamed_as_whole(chunk: int):
+    async with served(f"<think>\nhm\n</think>\n\nI look.\n{CALL}{SECOND}", chunk=chunk) as server:
+        streamed, whole = await both(server)
+    assert (
+        streamed
+        == whole
+        == {
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "calls": [{"name": "get_weather", "arguments": ARGUMENTS}, {"name": "now", "arguments": "{}"}],
+            "finish_reason": "tool_calls",
+        }
+    )
+
+
+async def test_whole_message_with_calls_has_no_content_and_openai_s_shape():
+    async with served(CALL) as server:
+        _, body = await server.post(CHAT, ASK)
+    (choice,) = body["choices"]
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+
+
+async def test_tools_reach_the_template_and_a_conversation_with_calls_goes_on():
+    history = [
+        *ASK["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]  # fmt: skip
+    async with served("ok") as server:
+        status, body = await server.post(CHAT, {**ASK, "messages": history})
+        prompt = server.state.text.decode(server.engine.requests[0].prompt_token_ids, skip_special=False)
+    assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
+    assert json.loads(prompt.partition("<tools>")[2].partition("</tools>")[0]) == WEATHER
+    assert '<tool_call>{"a": 1}</tool_call>' in prompt
+    assert "<|im_start|>tool\nrain" in prompt
+
+
+async def test_with_tool_choice_none_or_without_tools_calls_are_text():
+    async with served(CALL) as server:
+        for fields in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
+            streamed, whole = await both(server, **fields)
+            assert streamed == whole
+            assert (whole["content"], whole["calls"], whole["finish_reason"]) == (CALL, [], "stop")
+
+
+async def test_without_parallel_calls_the_answer_ends_behind_the_first():
+    async with served(f"{CALL}{SECOND} and more") as server:
+        streamed, whole = await both(server, parallel_tool_calls=False)
+        assert len(server.engine.aborted) == 2  # the engine would have gone on
+    assert streamed == whole
+    assert [call["name"] for call in whole["calls"]] == ["get_weather"]
+    assert whole["finish_reason"] == "tool_calls"
+
+
+async def test_an_answer_cut_in_a_call_ends_with_length():
+    async with served(CALL) as server:
+        streamed, whole = await both(server, max_tokens=45)
+    assert streamed == whole
+    assert whole["finish_reason"] == "length"
+    (call,) = whole["calls"]
+    assert ARGUMENTS.startswith(call["arguments"])
+    assert call["name"] == "get_weather"
+
+
+async def test_thinking_may_begin_in_the_prompt_and_stay_out_of_the_answer():
+    async with served("hm</think>yes") as server:
+        streamed, whole = await both(server, chat_template_kwargs={"enable_thinking": True})
+        assert streamed == whole
+        assert (whole["reasoning_content"], whole["content"]) == ("hm", "yes")
+        streamed, whole = await both(server, reasoning_effort="high", include_reasoning=False)
+        assert streamed == whole
+        assert (whole["reasoning_content"], whole["content"]) == ("", "yes")
+        status, body = await server.post(
+            CHAT, {**ASK, "reasoning_effort": "high", "include_reasoning": False}
+        )
+        assert body["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+
+
+async def test_an_effort_that_the_template_does_not_know_is_refused():
+    async with served("x", template=CHATML) as server:
+        status, body = await server.post(CHAT, {**ASK, "tools": None, "reasoning_effort": "low"})
+        assert (status, body["error"]["param"]) == (400, "reasoning_effort")
+        status, _ = await server.post(CHAT, {**ASK, "tools": None, "reasoning_effort": "none"})
+        assert status == 200  # it does not think anyway
+
+
+async def test_a_stop_string_is_looked_for_in_content_alone():
+    async with served("<think>9.11 or 9.8</think>value: <tool 9.8 END") as server:
+        streamed, whole = await both(server, stop=["9.8"])
+        assert streamed == whole
+        assert (whole["reasoning_content"], whole["content"]) == ("9.11 or 9.8", "value: <tool ")
+        assert whole["finish_reason"] == "stop"
+        streamed, whole = await both(server, stop=["END", "<tool"])
+        assert (whole["content"], whole["finish_reason"]) == ("value: ", "stop")
+
+
+async def test_logprobs_list_every_token_of_thoughts_and_calls_too():
+    text = f"<think>hm</think>yes {CALL}"
+    async with served(text) as server:
+        for stop in (None, ["never"]):
+            events = await server.events(CHAT, {**ASK, "logprobs": True, "stop": stop})
+            _, whole = await server.post(CHAT, {**ASK, "logprobs": True, "stop": stop})
+            content = whole["choices"][0]["logprobs"]["content"]
+            assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == text
+            streamed = [
+                entry
+                for event in events[:-1]
+                for entry in (event["choices"][0]["logprobs"] or {"content": []})["content"]
+            ]
+            assert streamed == content
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ],
+)
+async def test_what_is_wrong_with_tools_is_a_400_that_names_the_field(fields: dict, param: str):
+    async with served("x") as server:
+        status, body = await server.post(CHAT, {**ASK, **fields})
+    assert (status, body["error"]["param"]) == (400, param), body
+
+
+async def test_tools_need_a_template_that_shows_them_and_a_known_format():
+    async with served("x", template=CHATML, tool_parser="hermes") as server:
+        status, body = await server.post(CHAT, ASK)
+        assert (status, body["error"]["param"]) == (400, "tools")
+        assert "template" in body["error"]["message"]
+    async with served(CALL, tool_parser="none", reasoning_parser="none") as server:
+        status, body = await server.post(CHAT, ASK)
+        assert (status, body["error"]["param"]) == (400, "tools")
+        assert "server.tool_parser" in body["error"]["message"]
+        _, whole = await server.post(CHAT, {**ASK, "tools": None})
+        assert whole["choices"][0]["message"]["content"] == CALL
+
+
+async def test_an_unknown_parser_is_an_error_at_start_that_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"server.tool_parser='hermse'.*hermes"):
+        async with served("x", tool_parser="hermse"):
+            pass
