@@ -11,9 +11,16 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ostinato.runtime.template_guard import limit_output
+
 Conversation = Sequence[Mapping[str, object]]
 
 _WORD = "zyxwvut"  # no template says this itself, in any case or language
+
+
+def prepare() -> None:
+    """Import what rendering needs, which must not be interrupted: 0.6 s (2-core CPU machine) the first time."""
+    import transformers.utils.chat_template_utils  # noqa: F401
 
 
 class Forms(NamedTuple):
@@ -92,7 +99,8 @@ def _render(
     template: str, messages: list[dict[str, object]], **rest: Any
 ) -> str:  # Any: arguments of the library
     # Imported late: 0.6 s (2-core CPU machine) that a start without chat template need not wait for.
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+    limit_output(_compile_jinja_template(template))  # compiled once; the next line gets the same object
     rendered, _ = render_jinja_template(conversations=[messages], chat_template=template, **rest)
     return str(rendered[0])

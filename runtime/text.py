@@ -20,9 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
 from ostinato.errors import ArtifactError, InvalidRequest
-from ostinato.runtime.chat_template import Conversation, render_conversation
+from ostinato.runtime.chat_template import Conversation, prepare, render_conversation
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.prompt_room import room_left
+from ostinato.runtime.template_guard import within
 from ostinato.runtime.token_bound import TokenBound
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class TextFrontEnd:
         self.chat_template = chat_template
         self.defaults = defaults or SamplingDefaults()
         self.special_tokens = special_tokens or {}
+        self.template_timeout_s = 5.0
         self._tokenizer = tokenizer
         self._bound = TokenBound(tokenizer)
         self._bos = self.special_tokens.get("bos_token")
@@ -164,9 +166,11 @@ class TextFrontEnd:
                 "this model has no chat template; send a plain prompt to /v1/completions", param="messages"
             )
         variables = self.template_variables(template_kwargs)
-        try:
+        template = self.chat_template
+
+        def render() -> str:
             return render_conversation(
-                self.chat_template,
+                template,
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -174,6 +178,12 @@ class TextFrontEnd:
                 documents=documents,
                 variables=variables,
             )
+
+        prepare()
+        try:
+            return within(self.template_timeout_s, render)
+        except InvalidRequest:
+            raise
         except Exception as error:  # a template is a program: any exception of it is about these messages
             raise template_refusal(error) from error
 
