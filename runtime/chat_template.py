@@ -19,7 +19,7 @@ _WORD = "zyxwvut"  # no template says this itself, in any case or language
 
 
 def prepare() -> None:
-    """Import what rendering needs, which must not be interrupted: 0.6 s (2-core CPU machine) the first time."""
+    """Import what rendering needs, uninterrupted: 0.6 s (2-core CPU machine) the first time."""
     import transformers.utils.chat_template_utils  # noqa: F401
 
 
