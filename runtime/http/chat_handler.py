@@ -34,8 +34,8 @@ from ostinato.runtime.http.request_rules import (
 from ostinato.runtime.http.request_template import render_request_template
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
-from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.output.events import Content
+from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.text import TextFrontEnd
 
 
@@ -124,7 +124,7 @@ class ChatAnswer:
         self._n = fields.n or 1
         self._with_reasoning = fields.include_reasoning is not False
         self._logprobs = bool(fields.logprobs)
-        self._top = fields.top_logprobs or 0
+        self._top = len(fields.logprob_token_ids or ()) or fields.top_logprobs or 0
         self._prompt_top = fields.prompt_logprobs
         self._ids = bool(fields.return_token_ids)
         self._usage = fields.includes_usage

@@ -130,7 +130,7 @@ class CompletionAnswer:
         self._prompt_top = fields.prompt_logprobs
         self._ids = bool(fields.return_token_ids)
         self._repeats = fields.repeats_usage
-        self._top = fields.logprobs
+        self._top = len(fields.logprob_token_ids or ()) or fields.logprobs
         self._echo = bool(fields.echo)
         self._texts = texts
         self._usage = fields.includes_usage

@@ -135,12 +135,13 @@ def test_model_without_a_template_says_where_to_go():
         front_end(template=None).render_chat(HELLO)
 
 
-def test_text_parts_are_joined_and_developer_becomes_system():
+def test_parts_of_text_reach_the_front_end_as_they_are_and_developer_becomes_system():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     shown = template_messages(
         messages({"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}), CHATML
     )
-    assert shown == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo"}]
+    assert shown == [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+    assert "user\none\ntwo<" in front_end().render_chat(shown)
 
 
 def call(arguments: str) -> dict[str, object]:

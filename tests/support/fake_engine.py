@@ -157,7 +157,9 @@ def say(
                 TokenEvent(
                     request_id=request.request_id,
                     token_ids=part,
-                    logprobs=() if wanted is None else tuple(_logprob(i, wanted) for i in part),
+                    logprobs=()
+                    if wanted is None
+                    else tuple(_logprob(i, wanted, request.sampling.logprob_token_ids) for i in part),
                     prompt_logprobs=_prompt_logprobs(request) if at == 0 else None,
                     finish_reason=reason if last else None,
                     stop_token_id=stop_id if last else None,
@@ -168,8 +170,11 @@ def say(
     return script
 
 
-def _logprob(token_id: int, wanted: int) -> TokenLogprob:
+def _logprob(token_id: int, wanted: int, named: Sequence[int] = ()) -> TokenLogprob:
     """-0.5 for the chosen token; of the others the second is impossible, as after top-k masking."""
+    if named:
+        top = tuple((i, -float(i)) for i in named)
+        return TokenLogprob(token_id=token_id, logprob=-0.5, rank=1, top=top)
     others = [(token_id, -0.5), (1, float("-inf")), *((i, -float(i)) for i in range(2, 30))]
     return TokenLogprob(token_id=token_id, logprob=-0.5, rank=1, top=tuple(others[:wanted]))
 

@@ -12,7 +12,7 @@ FLAGS = [
     "kv.block_tokens", "kv.headroom_gib", "kv.idle_shrink_s", "kv.initial_mib", "kv.max_gib",
     "kv.prefix_cache", "kv.share", "kv.wait_s", "log_level", "max_model_len", "passes.dump_dir",
     "passes.fuel", "passes.off", "scheduler.max_running", "scheduler.max_step_tokens",
-    "scheduler.max_waiting", "server.access_log", "server.admin_key", "server.api_key",
+    "scheduler.max_waiting", "server.access_log", "server.admin_key", "server.allow_chat_template", "server.api_key",
     "server.api_key_file", "server.body_timeout_s", "server.cors_origins", "server.drain_s",
     "server.header_timeout_s", "server.host", "server.keepalive_s", "server.limits.concurrent",
     "server.limits.requests_per_minute", "server.limits.tokens_per_minute", "server.max_bodies_mib",

@@ -10,6 +10,7 @@ from ostinato.errors import InvalidRequest
 from ostinato.runtime.http.api_errors import TABLE, refusal
 from ostinato.runtime.http.api_schema import (
     IGNORED,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOPS,
     UNSUPPORTED,
@@ -77,6 +78,25 @@ WRONG = [
     ("ignore_eos", "no"),
     ("priority", 2**31),
     ("cache_salt", 5),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [1, "2"]),
+    ("bad_words", "word"),
+    ("bad_words", [""]),
+    ("bad_words", ["x"] * (MAX_BAD_WORDS + 1)),
+    ("logprob_token_ids", []),
+    ("logprob_token_ids", [-1]),
+    ("prompt_logprobs", "2"),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", True),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("request_id", "two words"),
+    ("request_id", "a\r\nb"),
+    ("request_id", ""),
+    ("request_id", "x" * 129),
+    ("return_token_ids", 1),
+    ("spaces_between_special_tokens", "no"),
+    ("priority", 1.5),
     ("stream_options", {"include_usage": True}),
     ("user_id", "x"),
 ]
@@ -127,13 +147,13 @@ def test_unsupported_field_passes_when_it_asks_for_nothing_and_is_refused_by_nam
     assert "is not supported" in str(error)
 
 
-def test_tools_are_refused_and_no_tools_are_not():
-    assert refused(ChatRequest, {**CHAT, "tools": [{"type": "function"}]}).param == "tools"
+def test_what_asks_for_nothing_is_taken():
+    assert refused(CompletionRequest, {**TEXT, "tools": [{"type": "function"}]}).param == "tools"
     assert (
         refused(ChatRequest, {**CHAT, "response_format": {"type": "json_object"}}).param == "response_format"
     )
-    fields = {**CHAT, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "user": "u"}
-    assert ChatRequest.model_validate(fields) == ChatRequest.model_validate(CHAT)
+    fields = {**TEXT, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "user": "u"}
+    assert CompletionRequest.model_validate(fields) == CompletionRequest.model_validate(TEXT)
 
 
 def test_unknown_field_is_refused_by_name():
@@ -223,6 +243,17 @@ def test_image_part_is_told_that_only_text_is_read():
     ("fields", "param"),
     [
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprob_token_ids": [3]}, "logprob_token_ids"),
+        ({"logprobs": True, "top_logprobs": 1, "logprob_token_ids": [3]}, "logprob_token_ids"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
@@ -234,9 +265,17 @@ def test_chat_fields_that_disagree_are_named(fields: dict[str, object], param: s
     assert refused(ChatRequest, {**CHAT, **fields}).param == param
 
 
-def test_best_of_must_be_n():
-    assert CompletionRequest.model_validate({**TEXT, "n": 2, "best_of": 2}).n == 2
-    assert refused(CompletionRequest, {**TEXT, "best_of": 3}).param == "best_of"
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 0}, {"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": "2"}]
+)
+def test_best_of_below_n_or_streamed_is_refused(fields: dict[str, object]):
+    assert refused(CompletionRequest, {**TEXT, **fields}).param == "best_of"
+
+
+def test_best_of_is_how_many_are_generated():
+    assert CompletionRequest.model_validate({**TEXT, "n": 2, "best_of": 5}).sequences == 5
+    assert CompletionRequest.model_validate({**TEXT, "n": 2, "best_of": 2, "stream": True}).sequences == 2
+    assert CompletionRequest.model_validate(TEXT).sequences == 1
 
 
 def test_tokenize_takes_a_prompt_or_messages():
@@ -249,12 +288,13 @@ def test_ranges_are_those_of_the_engine():
     """The two declarations may not drift apart: bounds are compared field by field."""
     shared = SamplingRequest.model_fields.keys() & SamplingParams.model_fields.keys()
     compared = 0
-    for name in shared - {"stop", "stop_token_ids", "logit_bias", "seed"}:
+    ids = {name for name in shared if name.endswith("_token_ids")}
+    for name in shared - ids - {"stop", "logit_bias", "seed"}:
         ours = set(re.findall(r"\b(?:ge|gt|le|lt)=[-\d.]+", repr(SamplingRequest.model_fields[name])))
         theirs = set(re.findall(r"\b(?:ge|gt|le|lt)=[-\d.]+", repr(SamplingParams.model_fields[name])))
         assert ours == theirs, name
         compared += bool(theirs)
-    assert compared == 9
+    assert compared == 10
 
 
 def test_every_field_and_error_code_is_documented():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ostinato.errors import EngineError, Overloaded
-from ostinato.runtime.messages import GenerateRequest, TokenEvent
+from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenEvent
 from tests.support.fake_engine import Script, say
 from tests.support.serving import serving
 from tests.support.toy_text import front_end, tokenizer
@@ -99,16 +99,21 @@ async def test_every_field_reaches_the_engine():
         "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": -0.4,
         "logit_bias": {"5": -7}, "seed": 11, "stop": ["x"], "stop_token_ids": [9], "ignore_eos": True,
         "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": True, "top_logprobs": 2,
+        "prompt_logprobs": 1, "allowed_token_ids": [5, 9], "bad_words": ["fox"],
     }  # fmt: skip
     async with serving(answer()) as served:
         status, _ = await served.post(CHAT, {**ASK, **fields, "priority": -3, "cache_salt": "salt"})
         request = served.engine.requests[0]
     assert status == 200
-    assert request.sampling.model_dump() == {
-        **{name: fields[name] for name in fields if name not in ("max_completion_tokens", "top_logprobs")},
-        "max_tokens": 7, "logit_bias": {5: -7.0}, "stop": ("x",), "stop_token_ids": (9,), "logprobs": 2,
-        "prompt_logprobs": None,
-    }  # fmt: skip
+    given = {name: fields[name] for name in fields if name not in ("max_completion_tokens", "top_logprobs")}
+    words = (tuple(ids("fox")), tuple(ids(" fox")))
+    assert request.sampling == SamplingParams.model_validate(
+        {
+            **given,
+            **{"max_tokens": 7, "logit_bias": {5: -7.0}, "stop": ("x",), "stop_token_ids": (9,)},
+            **{"logprobs": 2, "allowed_token_ids": (5, 9), "bad_words": ("fox",), "bad_word_ids": words},
+        }
+    )
     assert (request.priority, request.cache_salt) == (-3, "salt")
 
 

@@ -183,10 +183,26 @@ async def test_echo_of_several_prompts_goes_with_their_choices():
     assert [joined(events, index)["text"] for index in range(4)] == texts
 
 
-async def test_echo_without_generating_is_a_clean_refusal():
+@pytest.mark.parametrize("extra", [{}, {"n": 2}, {"return_token_ids": True}, {"prompt_logprobs": 2}])
+async def test_echo_without_generating_scores_the_prompt_and_says_nothing_else(extra: dict[str, object]):
     async with serving(answer()) as served:
-        status, body = await served.post(PATH, {**ASK, "echo": True, "max_tokens": 0, "logprobs": 1})
-    assert (status, body["error"]["param"]) == (400, "max_tokens")
+        fields = {**ASK, "echo": True, "max_tokens": 0, "logprobs": 1, **extra}
+        status, whole = await served.post(PATH, fields)
+        events = await served.events(PATH, {**fields, "stream_options": {"include_usage": True}})
+        assert {request.sampling.max_tokens for request in served.engine.requests} == {1}
+        status_without, body = await served.post(PATH, {**ASK, "max_tokens": 0})
+    assert (status, status_without, body["error"]["param"]) == (200, 400, "max_tokens")
+    for choice in whole["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("the quick", "length")
+        values = choice["logprobs"]["token_logprobs"]
+        assert values == [None] + [-0.5] * (len(ids("the quick")) - 1)
+        assert len(choice["logprobs"]["tokens"]) == len(values)
+        assert choice.get("token_ids", []) == []
+        plain = {key: choice[key] for key in ("index", "text", "logprobs", "finish_reason")}
+        assert joined(events, choice["index"]) == plain
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] == len(ids("the quick"))
+    assert events[-2]["usage"] == whole["usage"]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +210,13 @@ async def test_echo_without_generating_is_a_clean_refusal():
     [
         ({"n": 17}, "n"),
         ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"best_of": 17}, "best_of"),
+        ({"prompt": ["a"] * 600, "best_of": 2}, "best_of"),
+        ({"allowed_token_ids": [5, 410]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "logit_bias": {"5": -100}}, "allowed_token_ids"),
+        ({"logprobs": 0, "logprob_token_ids": [410]}, "logprob_token_ids"),
+        ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         ({"min_tokens": 51}, "min_tokens"),
         ({"logit_bias": {"410": 1}}, "logit_bias"),
         ({"stop_token_ids": [410]}, "stop_token_ids"),
