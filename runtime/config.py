@@ -140,6 +140,12 @@ class ServerConfig(Section):
     allow_chat_template: bool = Field(
         False, description="requests may bring a chat template: a program, run apart with little memory"
     )
+    store_mib: float = Field(
+        256.0, ge=0, allow_inf_nan=False, description="stored responses (/v1/responses), MiB; 0: none"
+    )
+    store_ttl_s: float = Field(
+        3600.0, gt=0, allow_inf_nan=False, description="seconds that a stored response can be asked for"
+    )
     max_n: int = Field(16, ge=1, le=128, description="most choices (`n`) of one request")
     tool_parser: str = Field(
         "auto", description="how the model writes tool calls, see docs/api.md; auto: by its chat template"

@@ -42,6 +42,10 @@ class UnknownRoute(RequestError):
     """No such path."""
 
 
+class ResponseNotFound(RequestError):
+    """No stored response has this id."""
+
+
 class WrongMethod(RequestError):
     """The path exists, the method does not."""
 
@@ -78,6 +82,7 @@ TABLE: tuple[tuple[type[Exception], Answer], ...] = (
     (NoAdmin, Answer(403, "permission_error", "invalid_admin_key")),
     (ForeignOrigin, Answer(403, "permission_error", "origin_not_allowed")),
     (ModelNotFound, Answer(404, "invalid_request_error", "model_not_found")),
+    (ResponseNotFound, Answer(404, "invalid_request_error", "response_not_found")),
     (UnknownRoute, Answer(404, "invalid_request_error", "unknown_url")),
     (WrongMethod, Answer(405, "invalid_request_error", "method_not_allowed")),
     (BodyTimeout, Answer(408, "invalid_request_error", "body_timeout")),

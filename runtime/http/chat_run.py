@@ -14,6 +14,7 @@ from ostinato.errors import RequestError
 from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import ChatRequest
+from ostinato.runtime.http.chat_format import check_tools, output_maker
 from ostinato.runtime.http.chat_handler import chat_prompt_ids
 from ostinato.runtime.http.choices import Choice, make_choices, run_choices
 from ostinato.runtime.http.request_rules import check_prompt, fit, sampling_params
@@ -36,9 +37,10 @@ class FieldNames:
         """The client's name of `param`."""
         if (message := re.match(r"messages\[(\d+)\]", param)) and int(message[1]) < len(self.origins):
             return self.origins[int(message[1])]
-        head = re.match(r"\w*", param)
-        name = head[0] if head else ""
-        return self.fields.get(name, name) + ("" if name in self.fields else param[len(name) :])
+        name = param.split(".")[0].split("[")[0]
+        if name in self.fields:
+            return self.fields[name]
+        return param.replace(".function.", ".")  # tools have no such layer elsewhere
 
 
 class News(NamedTuple):
@@ -84,15 +86,22 @@ async def prompt_ids(state: ServerState, chat: ChatRequest, names: FieldNames) -
 async def begin_chat(state: ServerState, chat: ChatRequest, request_id: str, names: FieldNames) -> Choice:
     """The one sequence of an answer, ready to run."""
     with refused_as(names):
+        check_tools(state, chat)
         logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
         sampling = sampling_params(state, chat, limit=chat.token_limit, logprobs=logprobs)
     ids = await prompt_ids(state, chat, names)
     with refused_as(names):
         sampling = fit(sampling, ids, state.engine.info.max_model_len, param="messages")
     (choice,) = make_choices(
-        state, request_id, [ids], [sampling], 1,
-        priority=chat.priority or 0, cache_salt=chat.cache_salt or "",
-    )  # fmt: skip
+        state,
+        request_id,
+        [ids],
+        [sampling],
+        1,
+        priority=chat.priority or 0,
+        cache_salt=chat.cache_salt or "",
+        make_output=output_maker(state, chat),
+    )
     return choice
 
 

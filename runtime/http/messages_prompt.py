@@ -22,7 +22,7 @@ from ostinato.runtime.http.messages_schema import (
 # Fields of a chat request by another name here.
 _NAMES = {
     "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
+    "reasoning_effort": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "continue_final_message": "messages",
@@ -30,32 +30,26 @@ _NAMES = {
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
 }
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "min_tokens", "stop_token_ids", "ignore_eos", "priority", "cache_salt", "max_tokens",
-)  # fmt: skip
-# Anthropic's levels above OpenAI's highest
-_EFFORT = {"xhigh": "high", "max": "high"}
 
 
 def chat_of(fields: PromptRequest) -> tuple[ChatRequest, FieldNames]:
     """The same request for the chat route, and what its fields are called here."""
     messages, origins = _messages(fields)
     names = FieldNames(_NAMES, origins)
-    values: dict[str, object] = {"messages": messages, **_tools(fields), **_thinking(fields)}
+    values: dict[str, object] = {
+        **(fields.shared() if isinstance(fields, MessagesRequest) else {}),
+        "chat_template_kwargs": fields.chat_template_kwargs,
+        "messages": messages,
+        **_tools(fields),
+        **_thinking(fields),
+    }
     if fields.messages[-1].role == "assistant":  # the answer goes on where the client's words end
         values |= {"add_generation_prompt": False, "continue_final_message": True}
-    if (config := fields.output_config) is not None:
-        if config.effort is not None:
-            values["reasoning_effort"] = _EFFORT.get(config.effort, config.effort)
-        if config.format is not None:
-            wanted = {"name": "answer", "schema": config.format.json_schema, "strict": True}
-            values["response_format"] = {"type": "json_schema", "json_schema": wanted}
+    if fields.output_config is not None and (wanted := fields.output_config.format) is not None:
+        schema = {"name": "answer", "schema": wanted.json_schema, "strict": True}
+        values["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(fields, MessagesRequest):
-        values |= {name: getattr(fields, name) for name in _SAME}
-        values["stop"] = fields.stop_sequences or None
-        if fields.logit_bias is not None:
-            values["logit_bias"] = {str(key): value for key, value in fields.logit_bias.items()}
+        values |= {"max_tokens": fields.max_tokens, "stop": fields.stop_sequences or None}
     return chat_request(values, names), names
 
 
@@ -156,12 +150,10 @@ def _function(tool: Tool) -> dict[str, object]:
 
 
 def _thinking(fields: PromptRequest) -> dict[str, object]:
-    """`thinking` as the variable that templates know. Left out, the template does what it does."""
-    values: dict[str, object] = {}
-    kwargs = dict(fields.chat_template_kwargs or {})
-    if fields.thinking is not None:
-        kwargs.setdefault("enable_thinking", fields.thinking.type != "disabled")
-        values["thinking_token_budget"] = fields.thinking.budget_tokens
-    if kwargs:
-        values["chat_template_kwargs"] = kwargs
-    return values
+    """How hard the model thinks, if the request says anything of it."""
+    effort = None if fields.output_config is None else fields.output_config.effort
+    if fields.thinking is None:
+        return {"reasoning_effort": effort}
+    switch = {"disabled": "none", "enabled": effort or "medium", "adaptive": effort}
+    budget = fields.thinking.budget_tokens
+    return {"reasoning_effort": switch[fields.thinking.type], "thinking_token_budget": budget}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from ostinato.runtime.http.api_schema import MAX_STOPS, LogitBias, StopText, TokenId, Whole, Wire
-from ostinato.runtime.http.known_fields import keep_known
+from ostinato.runtime.http.sampling_schema import MAX_STOPS, StopText
+from ostinato.runtime.http.shared_sampling import SharedSampling, TemplateFields
+from ostinato.runtime.http.wire import STRICT, Whole, optional, required
 
 IGNORED = frozenset(
     {"cache_control", "diagnostics", "inference_geo", "metadata", "user_profile_id", "workspace_id"}
@@ -26,7 +27,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 class _Part(BaseModel):
     """A part of a request. `cache_control` is accepted everywhere: prefixes are always cached here."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = STRICT
 
     cache_control: dict[str, Any] | None = None  # Any: not looked at
 
@@ -95,10 +96,12 @@ def _block_kind(value: object) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if not isinstance(kind, str):
         return None
-    if kind not in _BLOCKS:
-        said = f"{kind[:40]!r} blocks are not supported; this server reads {', '.join(_BLOCKS)}"
-        raise PydanticCustomError("unknown_block", "{said}", {"at": "type", "said": said})
-    return f"#{kind}"
+    return f"#{kind}" if kind in _BLOCKS else "#unknown"
+
+
+def _no_such_block(value: Any) -> Any:  # Any: what pydantic hands to every "before" validator
+    said = f"{value['type'][:40]!r} blocks are not supported; this server reads {', '.join(_BLOCKS)}"
+    raise PydanticCustomError("unknown_block", "{said}", {"at": "type", "said": said})
 
 
 def _text_or_blocks(value: object) -> str | None:
@@ -110,7 +113,8 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("#thinking")]
     | Annotated[RedactedThinkingBlock, Tag("#redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("#tool_use")]
-    | Annotated[ToolResultBlock, Tag("#tool_result")],
+    | Annotated[ToolResultBlock, Tag("#tool_result")]
+    | Annotated[TextBlock, BeforeValidator(_no_such_block), Tag("#unknown")],
     Discriminator(
         _block_kind,
         custom_error_type="block_kind",
@@ -134,7 +138,7 @@ Content = Annotated[
 class Message(BaseModel):
     """One turn. A message of an earlier answer may be sent back as role and content."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = STRICT
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -177,7 +181,7 @@ class Tool(_Part):
 class ToolChoice(BaseModel):
     """Whether the model calls tools."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = STRICT
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -195,7 +199,7 @@ class ToolChoice(BaseModel):
 class Thinking(BaseModel):
     """Whether the model thinks first, and how long."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = STRICT
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Whole, Field(ge=0)] | None = None
@@ -211,7 +215,7 @@ class Thinking(BaseModel):
 class OutputFormat(BaseModel):
     """A JSON schema that the answer must match."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    model_config = STRICT
 
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]  # Any: JSON Schema
@@ -220,50 +224,52 @@ class OutputFormat(BaseModel):
 class OutputConfig(BaseModel):
     """How the answer is made."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = STRICT
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class PromptRequest(Wire):
+class PromptRequest(TemplateFields):
     """What a prompt is made of; alone it is POST /v1/messages/count_tokens."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    system: ResultContent | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # Any: the template's own business
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = UNSUPPORTED
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known_elsewhere(cls, fields: Any) -> Any:  # Any: what pydantic hands to every "before" validator
-        """Drop what asks for nothing, refuse by name what we cannot do."""
-        return keep_known(fields, known=cls.model_fields, ignored=IGNORED, unsupported=UNSUPPORTED)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] = required(
+        "at least one. Turns of one role in a row are one turn. If the last is the assistant's, the answer "
+        "goes on where it ends. Blocks: `text`, `thinking`, `redacted_thinking` (dropped), `tool_use`, "
+        "`tool_result`; others are refused by their type"
+    )
+    system: ResultContent | None = optional("a string or text blocks")
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = optional(
+        "tools that the client runs (`type` left out or `custom`); tools of Anthropic's servers are refused"
+    )
+    tool_choice: ToolChoice | None = optional(
+        "`auto`, `any`, `tool` with a `name`, `none`. `disable_parallel_tool_use`: the answer ends behind "
+        "its first call",
+        "auto",
+    )
+    thinking: Thinking | None = optional(
+        "`enabled` with `budget_tokens`, `disabled`, or `adaptive`: as the template does by itself. On and "
+        "off are the `reasoning_effort` of /v1/chat/completions, medium and none",
+        "as the template does by itself",
+    )
+    output_config: OutputConfig | None = optional(
+        "`effort`: the `reasoning_effort` of /v1/chat/completions. `format`: a JSON schema for the answer"
+    )
 
 
-class MessagesRequest(PromptRequest):
-    """POST /v1/messages. Fields from `min_p` on are ours, with the rules of /v1/chat/completions."""
+class MessagesRequest(PromptRequest, SharedSampling):
+    """POST /v1/messages."""
 
-    max_tokens: Annotated[Whole, Field(ge=1)]
-    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: Annotated[Whole, Field(ge=-1)] | None = None
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: LogitBias | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    min_tokens: Annotated[Whole, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[Whole, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] = required(
+        "1 or more. An upper bound: it is cut to what the window leaves"
+    )
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = optional(
+        f"up to {MAX_STOPS}, with the rules of `stop` of /v1/chat/completions"
+    )
+    stream: bool | None = optional("server-sent events", "false")
 
 
 class CountRequest(PromptRequest):

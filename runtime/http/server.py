@@ -40,6 +40,7 @@ from ostinato.runtime.http.messages_errors import anthropic_error_body, wants_an
 from ostinato.runtime.http.messages_handler import count_tokens, create_message
 from ostinato.runtime.http.metrics import ServerMetrics
 from ostinato.runtime.http.request_record import CURRENT, RequestRecord
+from ostinato.runtime.http.responses_handler import add_response_routes
 from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
 from ostinato.runtime.http.status_handlers import config as show_config
 from ostinato.runtime.http.status_handlers import health, metrics, model, models, version
@@ -126,6 +127,7 @@ def make_app(
     )
     app.cleanup_ctx.append(_engine_lifetime)
     app.on_shutdown.append(drain)
+    add_response_routes(app)
     app.on_response_prepare.append(_name_request)
     return app
 

@@ -18,7 +18,8 @@ FLAGS = [
     "server.limits.requests_per_minute", "server.limits.tokens_per_minute", "server.max_bodies_mib",
     "server.max_body_mib", "server.max_connections", "server.max_logprobs", "server.max_n",
     "server.port", "server.reasoning_parser", "server.request_timeout_s", "server.send_timeout_s", "server.served_name",
-    "server.stall_s", "server.template_timeout_s", "server.tool_parser", "server.trace_endpoint",
+    "server.stall_s", "server.store_mib", "server.store_ttl_s", "server.template_timeout_s",
+    "server.tool_parser", "server.trace_endpoint",
 ]  # fmt: skip
 
 

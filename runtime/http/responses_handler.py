@@ -1,0 +1,197 @@
+"""POST /v1/responses and what can be done with a response later: get, cancel, delete, list its input."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from aiohttp import web
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.http.answer_parts import dump, new_id
+from ostinato.runtime.http.chat_run import begin_chat
+from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
+from ostinato.runtime.http.named_events import stream_frames
+from ostinato.runtime.http.request_record import CURRENT
+from ostinato.runtime.http.request_rules import read_request
+from ostinato.runtime.http.responses_items import ITEM, Item, ItemReference
+from ostinato.runtime.http.responses_prompt import chat_of, input_items
+from ostinato.runtime.http.responses_render import ResponseAnswer, response_id
+from ostinato.runtime.http.responses_runs import RESPONSES, ResponseRun, Responses
+from ostinato.runtime.http.responses_schema import ResponsesRequest
+from ostinato.runtime.http.server_state import STATE, ServerState
+
+_LISTED = 20  # input items of one page, as OpenAI has it
+_MOST_LISTED = 100
+_ID_PREFIX = {"reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+def add_response_routes(app: web.Application) -> None:
+    """The routes, and what they share. Responses still being made end behind the drain."""
+    app[RESPONSES] = Responses(app[STATE])
+    one = "/v1/responses/{id}"
+    app.add_routes(
+        [
+            web.post("/v1/responses", create_response),
+            web.get(one, get_response),
+            web.delete(one, delete_response),
+            web.post(f"{one}/cancel", cancel_response),
+            web.get(f"{one}/input_items", list_input_items),
+        ]
+    )
+
+    async def close(app: web.Application) -> None:
+        await app[RESPONSES].close()
+
+    app.on_shutdown.append(close)
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """Parse, tokenize, generate, format, keep."""
+    state, responses = request.app[STATE], request.app[RESPONSES]
+    fields = await read_request(request, ResponsesRequest)
+    state.check_open()
+    with cancelled_when_client_leaves(request):
+        run = await _begin(state, responses, fields)
+        streams = bool(fields.stream)
+        if fields.background:
+            frames = responses.start(run)
+            if not streams:
+                return _json(dump(run.answer.body()))
+            async with aclosing(frames):
+                return await stream_frames(request, frames, lambda error: b"")
+        async with aclosing(_frames(state, responses, run)) as made:
+            if streams:
+                return await stream_frames(request, made, lambda error: _failed(responses, run, error))
+            async for _ in made:
+                pass
+        return _json(dump(run.answer.body()))
+
+
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """A response as far as it is; with `stream=true` its events, if it is one of the background."""
+    responses, name, owner = request.app[RESPONSES], request.match_info["id"], _owner()
+    body = responses.body(name, owner)
+    if request.query.get("stream", "false") == "false":
+        return _json(body)
+    if request.query["stream"] != "true":
+        raise InvalidRequest("stream: must be true or false", param="stream")
+    first = _number(request, "starting_after", -1, most=2**31) + 1
+    if not responses.has_frames(name, owner):
+        raise InvalidRequest(
+            "stream: only responses made with background=true and stream=true can be streamed again",
+            param="stream",
+        )
+    with cancelled_when_client_leaves(request):
+        async with aclosing(responses.follow(name, owner, first)) as frames:
+            return await stream_frames(request, frames, lambda error: b"")
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    """End a response of the background. One that has ended already stays as it is."""
+    body = await request.app[RESPONSES].cancel(request.match_info["id"], _owner())
+    if body is None:
+        raise InvalidRequest(
+            "only responses made with background=true can be cancelled; others end when their client "
+            "closes the connection"
+        )
+    return _json(body)
+
+
+async def delete_response(request: web.Request) -> web.Response:
+    """Forget a response."""
+    name = request.match_info["id"]
+    await request.app[RESPONSES].delete(name, _owner())
+    return _json(dump({"id": name, "object": "response", "deleted": True}))
+
+
+async def list_input_items(request: web.Request) -> web.Response:
+    """The input of a response by pages, newest first unless `order=asc`."""
+    stored = request.app[RESPONSES].stored(request.match_info["id"], _owner())
+    limit = _number(request, "limit", _LISTED, most=_MOST_LISTED, least=1)
+    order, after = request.query.get("order", "desc"), request.query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order: must be asc or desc", param="order")
+    items = [ITEM.validate_json(item) for item in stored.input_items]
+    texts = dict(zip([item.id or "" for item in items], stored.input_items, strict=True))
+    ids = list(texts) if order == "asc" else list(texts)[::-1]
+    if after is not None:
+        if after not in texts:
+            raise InvalidRequest(f"after: no item has the id {after[:80]!r}", param="after")
+        ids = ids[ids.index(after) + 1 :]
+    page = ids[:limit]
+    head = {"object": "list", "first_id": page[0] if page else None, "last_id": page[-1] if page else None}
+    rest = dump({**head, "has_more": len(ids) > limit})[1:]
+    return _json(f'{{"data":[{",".join(texts[item_id] for item_id in page)}],{rest}')
+
+
+async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequest) -> ResponseRun:
+    owner = _owner()
+    earlier: tuple[str, ...] = ()
+    if (before := fields.previous_response_id) is not None:
+        earlier = responses.stored(before, owner).history
+    new = [_resolved(item, at, responses, owner) for at, item in enumerate(input_items(fields))]
+    chat, names = chat_of(fields, [ITEM.validate_json(item) for item in earlier], new)
+    choice = await begin_chat(state, chat, new_id("resp"), names)
+    answer = ResponseAnswer(
+        response_id(), state.model, state.text.codec, fields, choice, streams=bool(fields.stream)
+    )
+    return ResponseRun(
+        owner=owner,
+        choice=choice,
+        answer=answer,
+        earlier=earlier,
+        new=tuple(_with_id(item) for item in new),
+        keeps=fields.store is not False,
+        background=bool(fields.background),
+    )
+
+
+def _resolved(item: Item, at: int, responses: Responses, owner: str) -> Item:
+    if not isinstance(item, ItemReference):
+        return item
+    found = responses.store.item(item.id, owner)
+    if found is None:
+        param = f"input[{at}].id"
+        raise InvalidRequest(f"{param}: no stored response has an item {item.id[:80]!r}", param=param)
+    return ITEM.validate_json(found)
+
+
+def _with_id(item: Item) -> str:
+    if item.id is None:
+        made = new_id(_ID_PREFIX.get(item.type, "msg")).replace("-", "_")
+        item = item.model_copy(update={"id": made})
+    return item.model_dump_json(exclude_none=True, by_alias=True)
+
+
+async def _frames(state: ServerState, responses: Responses, run: ResponseRun) -> AsyncGenerator[bytes]:
+    async with aclosing(run.frames(state)) as made:
+        async for frames in made:
+            if run.answer.status != "in_progress":
+                responses.keep(run)  # before the client knows that it can ask
+            yield b"".join(frames)
+
+
+def _failed(responses: Responses, run: ResponseRun, error: Exception) -> bytes:
+    frames = run.answer.fail(error)
+    responses.keep(run)
+    return b"".join(frames)
+
+
+def _owner() -> str:
+    """Who asks: a response is there only for the key that made it."""
+    record = CURRENT.get()
+    return "" if record is None or record.caller is None else record.caller.name
+
+
+def _number(request: web.Request, name: str, default: int, *, most: int, least: int = 0) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
+        raise InvalidRequest(f"{name}: must be an integer of {least} to {most}", param=name)
+    return int(text)
+
+
+def _json(body: str) -> web.Response:
+    return web.Response(text=body, content_type="application/json")
