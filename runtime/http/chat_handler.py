@@ -54,10 +54,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         )
         window = state.engine.info.max_model_len
-        timeout_s = state.config.template_timeout_s
-        prompt_ids = await state.text.off_loop(
-            lambda: chat_prompt_ids(state.text, fields, window, template_timeout_s=timeout_s)
-        )
+        prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
         check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
         sampling = fit(sampling, prompt_ids, window, param="messages")
         return await send_answer(
@@ -71,16 +68,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 def chat_prompt_ids(
-    text: TextFrontEnd,
-    fields: ChatRequest | TokenizeRequest,
-    window: int | None = None,
-    *,
-    template_timeout_s: float = 0.0,
+    text: TextFrontEnd, fields: ChatRequest | TokenizeRequest, window: int | None = None
 ) -> list[int]:
-    """Token ids of the rendered conversation, which must fit into `window`; the same for /tokenize.
-
-    `template_timeout_s`: for a template of the request's own, see `render_request_template`.
-    """
+    """Token ids of the rendered conversation, which must fit into `window`; the same for /tokenize."""
     continues = bool(fields.continue_final_message)
     given: dict[str, Any] = {  # Any: the template's own business
         "add_generation_prompt": fields.add_generation_prompt is not False and not continues,
@@ -100,7 +90,7 @@ def chat_prompt_ids(
     else:
         variables = text.template_variables(variables)
         arguments = {"template": template, "messages": messages, "variables": variables, **given}
-        prompt = render_request_template(arguments, template_timeout_s)
+        prompt = render_request_template(arguments, text.template_timeout_s)
     kept = None
     if window is not None and isinstance(fields, ChatRequest):
         kept = kept_tokens(fields, fields.token_limit, window)

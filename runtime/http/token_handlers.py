@@ -19,7 +19,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
     def encode() -> list[int]:
         if fields.prompt is None:
-            return chat_prompt_ids(state.text, fields, template_timeout_s=state.config.template_timeout_s)
+            return chat_prompt_ids(state.text, fields)
         return state.text.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
 
     ids = await state.text.off_loop(encode)
