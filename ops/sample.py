@@ -123,7 +123,8 @@ def _best_kernel(  # type: ignore[no-untyped-def]  # Triton
         return
     logits += row.to(tl.int64) * row_stride
     place = row * S + split
-    if (tl.load(rows + 2 * R + row) == 0) & (tl.load(rows + 3 * R + row) == 0):
+    addresses = tl.load(rows + 2 * R + row) | tl.load(rows + 3 * R + row) | tl.load(rows + 4 * R + row)
+    if addresses == 0:
         at = split * CHUNK + tl.arange(0, CHUNK)
         values = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
         values = tl.where(values != values, float("inf"), values)  # NaN is as bad as infinity

@@ -23,13 +23,13 @@ def _split_at(part, row, split, R, S, E: tl.constexpr):  # type: ignore[no-untyp
 @jit
 def int_field(rows, R, row, field: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
     """A 4-byte field: 0 kind, 1 slot, 2 top_k."""
-    return tl.load((rows + 4 * R).to(tl.pointer_type(tl.int32), bitcast=True) + field * R + row)
+    return tl.load((rows + 5 * R).to(tl.pointer_type(tl.int32), bitcast=True) + field * R + row)
 
 
 @jit
 def _float_field(rows, R, row, field: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
     """3 scale, 4 limit."""
-    return tl.load((rows + 4 * R).to(tl.pointer_type(tl.float32), bitcast=True) + field * R + row)
+    return tl.load((rows + 5 * R).to(tl.pointer_type(tl.float32), bitcast=True) + field * R + row)
 
 
 @jit

@@ -8,7 +8,9 @@ sample nothing.
     top_p        int64    top_p * 2**64, unsigned; 0: off
     bias         int64    address of float32 [V], added to the logits (-inf forbids); 0: none
     counts       int64    address of int32 [V], 2 * (times in the answer) + (in the prompt); 0: no penalties.
-                          The token that is drawn is counted there. Both addresses are multiples of 16
+                          The token that is drawn is counted there
+    mask         int64    address of int32 [ceil(V / 32)]: bit t % 32 of word t // 32 allows token t; 0: all
+                          are allowed. These addresses are multiples of 16
     kind         int32    IDLE, GREEDY or RANDOM
     slot         int32    where the token goes in `last_tokens`
     top_k        int32    0: off
@@ -33,13 +35,14 @@ from torch import Tensor
 from ostinato.ops.launch import jit, tl
 
 IDLE, GREEDY, RANDOM = 0, 1, 2
-WORDS = 8  # int64 words of one row
+WORDS = 9  # int64 words of one row
 FRACTION_BITS = 44  # a token's weight is floor(2**44 * its probability / that of the best token)
 LAYOUT: dict[str, type[np.generic]] = {
     "random_bits": np.int64,
     "top_p": np.int64,
     "bias": np.int64,
     "counts": np.int64,
+    "mask": np.int64,
     "kind": np.int32,
     "slot": np.int32,
     "top_k": np.int32,
@@ -83,7 +86,7 @@ def top_p_of(top_p: float) -> int:
 
 
 def adjusted_reference(logits_V: Tensor, fields: dict[str, NDArray[Any]], row: int) -> Tensor:
-    """Logits of a row after bias and penalties, in their own type. Memory of the row is on the CPU."""
+    """Logits of a row after bias, penalties and mask, in their own type. Memory of the row is on the CPU."""
     vocab_size = len(logits_V)
     if fields["bias"][row]:
         logits_V = logits_V + _memory(fields["bias"][row], ctypes.c_float, vocab_size)
@@ -94,6 +97,10 @@ def adjusted_reference(logits_V: Tensor, fields: dict[str, NDArray[Any]], row: i
         repeated = repeated - float(fields["frequency"][row]) * uses.to(logits_V.dtype)
         repeated = repeated - float(fields["presence"][row]) * (uses > 0)
         logits_V = torch.where(state != 0, repeated, logits_V)
+    if fields["mask"][row]:
+        words = _memory(fields["mask"][row], ctypes.c_int32, -(-vocab_size // 32))
+        token = torch.arange(vocab_size)
+        logits_V = torch.where((words[token >> 5] >> (token & 31)) & 1 != 0, logits_V, -torch.inf)
     return logits_V
 
 
@@ -109,14 +116,15 @@ def _memory(address: Any, kind: Any, length: int) -> Tensor:
 
 @jit
 def adjusted(logits_V, rows, R, row, at, live):  # type: ignore[no-untyped-def]  # Triton
-    """float32 logits (already loaded) at ids `at` of a row, after bias and penalties."""
+    """float32 logits (already loaded) at ids `at` of a row, after bias, penalties and mask."""
     bias = tl.load(rows + 2 * R + row)
     counts = tl.load(rows + 3 * R + row)
+    mask = tl.load(rows + 4 * R + row)
     if bias != 0:
         biases = tl.multiple_of(bias.to(tl.pointer_type(tl.float32)), 16)
         logits_V += tl.load(biases + at, mask=live, other=0.0)
     if counts != 0:
-        numbers = (rows + 4 * R).to(tl.pointer_type(tl.float32), bitcast=True) + row
+        numbers = (rows + 5 * R).to(tl.pointer_type(tl.float32), bitcast=True) + row
         repetition = tl.load(numbers + 5 * R)
         frequency = tl.load(numbers + 6 * R)
         presence = tl.load(numbers + 7 * R)
@@ -127,4 +135,8 @@ def adjusted(logits_V, rows, R, row, at, live):  # type: ignore[no-untyped-def] 
         repeated = repeated - frequency * uses.to(tl.float32)
         repeated = repeated - tl.where(uses > 0, presence, 0.0)
         logits_V = tl.where(state != 0, repeated, logits_V)
+    if mask != 0:
+        words = tl.multiple_of(mask.to(tl.pointer_type(tl.int32)), 16)
+        word = tl.load(words + (at >> 5), mask=live, other=0)
+        logits_V = tl.where(((word >> (at & 31)) & 1) != 0, logits_V, float("-inf"))
     return logits_V

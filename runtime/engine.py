@@ -18,9 +18,11 @@ from typing import Literal, Protocol, Self
 import torch
 
 from ostinato.errors import ConfigError, ContextTooLong, EngineError, Overloaded, RequestError
-from ostinato.graph.facts import ModelFacts
 from ostinato.runtime.config import EngineConfig, resolve
+from ostinato.runtime.context_window import context_window
 from ostinato.runtime.frames import Events, Message
+from ostinato.runtime.grammar.grammar_spec import read_grammar
+from ostinato.runtime.grammar.request_grammars import make_grammars
 from ostinato.runtime.inbox import Inbox
 from ostinato.runtime.kv_memory import make_kv_memory
 from ostinato.runtime.memory.block_copy import copy_blocks
@@ -91,7 +93,7 @@ class Engine:
             clock=clock,
         )
         try:
-            window = _window(facts, config, self._blocks.capacity * config.kv.block_tokens)
+            window = context_window(facts, config, self._blocks.capacity * config.kv.block_tokens)
         except ConfigError:
             self._sizer.close()
             raise
@@ -105,8 +107,13 @@ class Engine:
             dtype=facts.dtype,
             artifact=str(model.folder),
         )
-        self._backend = self._make_backend(model, window, stream)
+        try:
+            self._backend = self._make_backend(model, window, stream)
+        except BaseException:
+            self._sizer.close()
+            raise
         self._in_flight: deque[LaunchedStep] = deque()
+        self._grammars = make_grammars(model.folder, facts, wake=self.inbox.wake, clock=clock)
         self._scheduler = Scheduler(
             self._blocks,
             config.scheduler,
@@ -127,8 +134,11 @@ class Engine:
     def close(self) -> None:
         """Free the KV memory; safe to call twice. Live requests are dropped without an event."""
         if not self._memory.is_closed:
-            self._backend.shut()  # it holds the planes
-            self._sizer.close()
+            self._grammars.shut()
+            try:
+                self._backend.shut()  # it holds the planes
+            finally:
+                self._sizer.close()
 
     def _make_backend(self, model: Model, window: int, stream: torch.cuda.Stream | None) -> StepBackend:
         facts, planes = model.facts, self._memory.planes()
@@ -136,7 +146,7 @@ class Engine:
             from ostinato.runtime.gpu.gpu_backend import GpuBackend  # needs what only a GPU machine has
 
             backend = GpuBackend(model, planes, self._config, window=window, stream=stream)
-            with torch.inference_mode():
+            with self._sizer.quiet(), torch.inference_mode():
                 backend.warm_up()
             return backend
         return CpuBackend(
@@ -166,6 +176,7 @@ class Engine:
     def step(self) -> list[Message]:
         """One turn: admit, grow, plan, launch, then settle the oldest step while the device works."""
         refusals, events = self._admit(self.inbox.drain())
+        refusals += self._unpark()
         self._sizer.grow(self._scheduler.blocks_wanted())
         if self._sizer.wants_quiet and not self._in_flight:
             self._sizer.cut(self._move_blocks)
@@ -211,6 +222,7 @@ class Engine:
         assert self._backend.num_requests == live, (
             f"{self._backend.num_requests} sampled requests, {live} live"
         )
+        assert self._grammars.num_requests <= live, "a grammar is kept of a request that has ended"
         self._sizer.check()
 
     def _admit(self, mail: Sequence[Order]) -> tuple[list[Message], list[TokenEvent]]:
@@ -226,16 +238,35 @@ class Engine:
             if isinstance(message, Abort):
                 for name in message.request_ids:
                     if self._scheduler.abort(name):
-                        self._backend.close(name)
+                        self._close(name)
                         events.append(TokenEvent(request_id=name, finish_reason="abort"))
                 continue
             try:
                 check_request(message, self.info)
-                self._scheduler.add(message)
+                grammar = read_grammar(message.sampling)
+                self._scheduler.add(message, parked=grammar is not None)
                 self._backend.open(message, self._scheduler.tokens(message.request_id))
+                if grammar is not None:
+                    self._grammars.start(message, grammar)
             except RequestError as error:
                 refusals.append(_refusal(message.request_id, error))
         return refusals, events
+
+    def _unpark(self) -> list[Message]:
+        """Requests whose grammar is compiled may run; those whose grammar is wrong are refused."""
+        refusals: list[Message] = []
+        for name, error in self._grammars.take_ready():
+            if error is None:
+                self._scheduler.unpark(name)
+                continue
+            self._scheduler.abort(name)
+            self._close(name)
+            refusals.append(_refusal(name, error))
+        return refusals
+
+    def _close(self, name: str) -> None:
+        self._backend.close(name)
+        self._grammars.close(name)
 
     def _answer(self, call: Call) -> tuple[CallDone, list[TokenEvent]]:
         """Do what a call asks for. Steps in flight are settled before sleep, never after."""
@@ -266,7 +297,7 @@ class Engine:
     def _launch(self, plan: Plan) -> list[TokenEvent]:
         """Give a plan to the device. One that raises ends its own requests only."""
         try:
-            self._in_flight.append(self._backend.launch(plan))
+            self._in_flight.append(self._backend.launch(plan, self._grammars.masks(plan)))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
             events = [event for step in self._drain() for event in self._settle(step)]
             return events + self._failed(plan, error)
@@ -283,7 +314,14 @@ class Engine:
             batch = step.result()
         except Exception as error:  # a border, as in `_launch`
             return self._failed(step.plan, error)
-        outcomes = self._scheduler.complete(step.plan, batch.tokens, batch.errors)
+        failed, finished = batch.errors, frozenset[str]()
+        if self._grammars.num_requests:
+            names = self._scheduler.awaited()
+            finished, lost = self._grammars.take(
+                {name: batch.tokens[name] for name in names & batch.tokens.keys()}
+            )
+            failed = failed | lost
+        outcomes = self._scheduler.complete(step.plan, batch.tokens, failed, finished=finished)
         logprobs, event = batch.logprobs, self._event
         if logprobs:
             return [event(outcome, logprobs) for outcome in outcomes]
@@ -299,6 +337,7 @@ class Engine:
         log.error(
             "step %d failed; its %d requests end with an error", plan.step, len(plan.entries), exc_info=error
         )
+        self._backend.check()  # on a device that has failed no later step would end: raises out of `serve`
         reason = f"the step failed: {type(error).__name__}: {error}"
         failed = {entry.request_id: reason for entry in plan.entries}
         events = [self._event(outcome) for outcome in self._scheduler.complete(plan, {}, failed)]
@@ -319,13 +358,18 @@ class Engine:
             error=outcome.error,
         )
         if outcome.finish_reason is not None:
-            self._backend.close(name)
+            self._close(name)
         return event
 
     def _move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move KV to other blocks, on the device and in the block tables. No step is in flight."""
         copy_blocks(self._memory.planes(), moves)
         self._scheduler.move_blocks(moves)
+
+    def _idle(self) -> bool:
+        """A little of what was put off at start, such as capturing a graph; False: nothing is left."""
+        with self._sizer.quiet():
+            return self._backend.idle()
 
     def _rest(self, outlet: Outlet) -> None:
         """Say so, check the books, give memory back after a while, sleep until there is mail."""
@@ -334,7 +378,7 @@ class Engine:
         if self._sleeper.level:
             self.inbox.wait(None)
             return
-        while self._backend.idle():
+        while self._idle():
             if self.inbox.wait(0):
                 return
         if self.inbox.wait(REST_S):
@@ -345,27 +389,6 @@ class Engine:
             self._sizer.shrink()
             outlet.send([self.stats()])
         self.inbox.wait(None)
-
-
-def _window(facts: ModelFacts, config: EngineConfig, kv_tokens: int) -> int:
-    """Context window in tokens: the setting or the model's own, at most what KV memory can hold."""
-    asked = config.max_model_len
-    if asked > facts.max_model_len:
-        raise ConfigError(
-            f"max_model_len={asked}: the model's window is {facts.max_model_len} tokens; lower it, or use 0"
-        )
-    if asked > kv_tokens:
-        raise ConfigError(
-            f"max_model_len={asked}: KV memory holds at most {kv_tokens} tokens; lower it or raise kv.max_gib"
-        )
-    window = asked or facts.max_model_len
-    if window > kv_tokens:
-        log.warning(
-            "context window: %d tokens instead of %d, for KV memory holds no more; raise kv.max_gib",
-            kv_tokens,
-            window,
-        )
-    return min(window, kv_tokens)
 
 
 def _refusal(request_id: str, error: RequestError) -> Refused:

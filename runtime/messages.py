@@ -6,7 +6,7 @@ Everything that crosses is one of these, as JSON, and is not changed after it is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -50,6 +50,18 @@ class SamplingParams(Section):
     )
     prompt_logprobs: int | None = Field(None, ge=0, description="as `logprobs`, for prompt tokens")
     skip_special_tokens: bool = True
+    response_format: dict[str, Any] | None = Field(  # Any: JSON of the user's
+        None, description="shape of the answer, as in OpenAI's API; see docs/api.md for all of these"
+    )
+    json_schema: dict[str, Any] | bool | None = Field(None, description="JSON schema of the whole answer")
+    regex: str | None = Field(None, description="regular expression that the whole answer matches")
+    choice: tuple[str, ...] | None = Field(None, description="the answer is one of these")
+    grammar: str | None = Field(None, description="grammar of the answer, in Lark or GBNF")
+    structural_tag: dict[str, Any] | None = Field(None, description="free text with tags of a given inside")
+    grammar_param: str = Field("", description="what a front end calls the one of these that is given")
+    grammar_after: tuple[int, ...] = Field(
+        (), description="tokens that end a free part, such as a thought; the grammar holds behind them"
+    )
 
 
 class GenerateRequest(Section):

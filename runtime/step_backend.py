@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ostinato.runtime.grammar.grammar_state import Mask
+from ostinato.runtime.grammar.request_grammars import NO_MASKS
 from ostinato.runtime.messages import GenerateRequest, TokenLogprob
 from ostinato.runtime.runner import Model, Runner
 from ostinato.runtime.sampling.sampler import SampledBatch
@@ -52,12 +54,20 @@ class StepBackend(Protocol):
         """One record per prompt token, complete with the first sampled token; None if not asked for."""
         ...
 
-    def launch(self, plan: Plan) -> LaunchedStep:
-        """Start a step. What it raises concerns this plan alone."""
+    def launch(self, plan: Plan, masks: Mapping[str, Mask]) -> LaunchedStep:
+        """Start a step. What it raises concerns this plan alone.
+
+        `masks`: of the tokens that may be sampled, for requests with a grammar (`GrammarState.mask`); they
+        may change as soon as this returns.
+        """
         ...
 
     def idle(self) -> bool:
-        """Do a little of what was put off at start; False: nothing is left to do."""
+        """Do a little of what was put off at start; False: nothing is left. KV memory must not change."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDead if the device can compute no more, after a step that failed."""
         ...
 
     @property
@@ -100,13 +110,16 @@ class CpuBackend:
         """Requests that are open."""
         return self._sampler.num_requests
 
-    def launch(self, plan: Plan) -> LaunchedStep:
+    def launch(self, plan: Plan, masks: Mapping[str, Mask] = NO_MASKS) -> LaunchedStep:
         """Run and sample the plan."""
-        return _Done(plan, self._sampler.sample(plan, self._runner.run(plan)))
+        return _Done(plan, self._sampler.sample(plan, self._runner.run(plan), masks))
 
     def idle(self) -> bool:
         """Nothing was put off."""
         return False
+
+    def check(self) -> None:
+        """A CPU that has failed does not get here."""
 
     def eager_steps(self) -> Mapping[str, int]:
         """A CPU has no graphs to replay, so there is nothing to count."""

@@ -25,6 +25,8 @@ from ostinato.ops.gpu_kernels import STORE
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers
 from ostinato.runtime.gpu.step_graphs import Fit, StepGraphs, bucket_shapes
+from ostinato.runtime.grammar.grammar_state import Mask
+from ostinato.runtime.grammar.request_grammars import NO_MASKS
 from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenLogprob
 from ostinato.runtime.runner import KVPlane, Model, StepShape
 from ostinato.runtime.sampling.device_sampler import (
@@ -106,7 +108,7 @@ class GpuBackend:
         most, tokens = config.scheduler.max_running, config.scheduler.max_step_tokens
         requests = most + config.scheduler.max_waiting  # preempted ones keep their place while they wait
         self._sampler = DeviceSampler(
-            facts.vocab_size, frozenset(facts.eos_token_ids), requests, self._device
+            facts.vocab_size, frozenset(facts.eos_token_ids), requests, self._device, max_rows=most
         )
         self._buffers = StepBuffers(
             max_tokens=max(most, tokens),
@@ -172,7 +174,7 @@ class GpuBackend:
         request = self._open[request_id]
         return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
 
-    def launch(self, plan: Plan) -> LaunchedStep:
+    def launch(self, plan: Plan, masks: Mapping[str, Mask] = NO_MASKS) -> LaunchedStep:
         """Give the step to the stream and return at once."""
         columns = tuple(zip(*plan.entries, strict=True))
         with torch.inference_mode():
@@ -182,6 +184,13 @@ class GpuBackend:
             host = self._buffers.host(shape)
             self._buffers.fill(plan, shape, rows.slots, host, every_wanted=fit.every_wanted, columns=columns)
             self._sampler.stage_again(host.samples, rows.chosen, _sampled(columns[6], columns[4]))
+            if masks:
+                masked = [
+                    (at, masks[name])
+                    for at, name in zip(rows.places, rows.names, strict=True)
+                    if name in masks
+                ]
+                self._sampler.allow(host.samples, *zip(*masked, strict=True))
             self._buffers.send(shape)
             if rows.chosen.worded:
                 self._sampler.bar_words(rows.chosen, _sampled(columns[6], columns[4]), self._last_tokens)

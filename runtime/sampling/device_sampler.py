@@ -3,6 +3,7 @@
     open        a request gets a slot, and memory on the device if it has penalties, bias or min_tokens
     stage       fill the part of the step's host buffer that says how each row of logits is sampled
     launch      after the model, inside the captured graph: tokens, status, and the newest token by slot
+    allow       before that, for rows that have a grammar: which tokens it allows
     bar_words   ahead of the graph, only for a step in which rows have bad words of several tokens
     after       behind the graph, only for a step in which rows ask for log-probabilities
     result      of what `after` gave, when the step is settled
@@ -25,7 +26,9 @@ from torch import Tensor
 from ostinato.errors import EngineError
 from ostinato.ops import sample, token_scores
 from ostinato.ops.sample_rows import GREEDY, LAYOUT, RANDOM, WORDS, limit_of, row_fields, scale_of, top_p_of
+from ostinato.runtime.grammar.grammar_state import Mask
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
+from ostinato.runtime.sampling.device_masks import DeviceMasks
 from ostinato.runtime.sampling.logprobs import FLOOR
 from ostinato.runtime.sampling.penalties import BadWords
 from ostinato.runtime.sampling.sampler import GREEDY_BELOW, NONE_ALLOWED, bad_logits
@@ -116,13 +119,23 @@ class DeviceSampler:
     """Slots and device memory of the live requests. One thread uses it."""
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: frozenset[int], max_requests: int, device: torch.device
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_requests: int,
+        device: torch.device,
+        *,
+        max_rows: int = 0,
     ) -> None:
-        """Columns of the logits past `vocab_size` are padding. `eos_token_ids`: barred for `min_tokens`."""
+        """Columns of the logits past `vocab_size` are padding. `eos_token_ids`: barred for `min_tokens`.
+
+        `max_rows`: most rows that sample in one step; 0: `max_requests`.
+        """
         self.vocab_size, self.max_requests, self.device = vocab_size, max_requests, device
         self._eos_token_ids = eos_token_ids
         self._slots: dict[str, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
+        self._masks = DeviceMasks(vocab_size, max_rows or max_requests, device)
         self._memory: dict[int, list[Tensor]] = {}  # by slot: what `bias` and `counts` point to
         self._words: dict[int, _Words] = {}  # by slot: bad words of several tokens
         self._fields = {name: np.zeros(max_requests, dtype) for name, dtype in LAYOUT.items()}
@@ -259,6 +272,11 @@ class DeviceSampler:
         for at in rows.worded:
             slot = int(rows.slot[at])
             self._words[slot].bar(positions[at], last_tokens[slot : slot + 1])
+
+    def allow(self, words: Ints, places: Sequence[int], masks: Sequence[Mask]) -> None:
+        """Let these rows of a staged step sample what their masks allow; queues the copy of the masks."""
+        addresses = self._masks.send(masks)
+        row_fields(words)["mask"][np.array(places, np.int64)] = addresses
 
     def launch(
         self, logits_RV: Tensor, rows: Tensor, tokens_R: Tensor, status_R: Tensor, last_tokens: Tensor

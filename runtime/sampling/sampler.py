@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ostinato.runtime.grammar.grammar_state import Mask, barred_tokens
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.logprobs import token_logprobs
 from ostinato.runtime.sampling.penalties import LogitAdjuster
@@ -31,7 +32,8 @@ BLOCK = 256  # tokens; the cumulative sum runs over V / BLOCK block sums, then i
 CHUNK_ROWS = 64  # bounds the float32 copies to a few times 64 * vocabulary * 4 bytes
 NUCLEUS_TRIES = (64, 1024)  # most nuclei are small: look at so many best tokens before sorting more
 NONE_ALLOWED = (
-    "logit_bias, min_tokens, allowed_token_ids and bad_words together forbid every token; allow at least one"
+    "logit_bias, min_tokens, allowed_token_ids, bad_words and the grammar together forbid every token; "
+    "allow at least one"
 )
 
 
@@ -50,6 +52,7 @@ class SampleRow:
     position: int  # index of the token among the generated ones
     tokens: Sequence[int]
     prompt_tokens: int
+    mask: Mask | None = None  # tokens that the grammar allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,11 @@ class Sampler:
             if not usable[index]:
                 tokens[index] = None
                 batch.errors[row.request_id] = bad_logits(row.position)
-            elif row.params.temperature >= GREEDY_BELOW or not self._adjuster(row).is_idle(row.position):
+            elif (
+                row.params.temperature >= GREEDY_BELOW
+                or row.mask is not None
+                or not self._adjuster(row).is_idle(row.position)
+            ):
                 others.append(index)
         for at in range(0, len(others), CHUNK_ROWS):
             chunk = others[at : at + CHUNK_ROWS]
@@ -130,6 +137,8 @@ class Sampler:
             adjuster = self._adjuster(rows[index])
             if not adjuster.is_idle(rows[index].position):
                 adjuster.adjust(x_V, rows[index].position)
+            if (mask := rows[index].mask) is not None:
+                x_V.masked_fill_(torch.from_numpy(barred_tokens(mask, len(x_V))), -torch.inf)
         best_R, ids_R = x_RV.max(dim=-1)
         tokens: list[int | None] = ids_R.tolist()
         possible = (best_R > -torch.inf).tolist()

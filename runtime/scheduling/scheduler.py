@@ -9,6 +9,10 @@ Rank, admission and preemption: `slots.py`.
 
 A prompt with `prompt_logprobs` is computed in full: it does not read the prefix cache, though it fills it.
 
+Parking. A request with a grammar is parked until `unpark`: it holds neither a slot nor blocks, its rank
+stays, and nobody waits for it. Its next token cannot be drawn before the last one is known (the grammar says
+what may follow), so it is in at most one plan that samples; all others go on overlapping.
+
 Overlap. `next_plan` may be called before `complete` of the plan before, up to `max_in_flight` plans. What
 holds then: plans are settled in order; blocks of a sequence come back only when no plan in flight has it; a
 block is published only when the plan that filled it is settled; a token sampled for a sequence that has
@@ -18,7 +22,7 @@ ended meanwhile is dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Tokens
 
 from ostinato.errors import InvalidRequest, Overloaded
@@ -30,6 +34,7 @@ from ostinato.runtime.scheduling.plan import Outcome, Plan, PlanEntry
 from ostinato.runtime.scheduling.sequence import Phase, Sequence
 from ostinato.runtime.scheduling.slots import SchedulerCounters, Slots
 
+_NOBODY: frozenset[str] = frozenset()
 PREFILL_SHARE = 8  # one part in eight of a step is kept for prefills when decodes would fill it
 
 
@@ -57,6 +62,7 @@ class Scheduler:
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}
         self._slots = Slots(pool, config.max_running, self.counters)
+        self._parked: set[Sequence] = set()
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()
         self._ended: list[Outcome] = []
 
@@ -79,12 +85,12 @@ class Scheduler:
         """Prompt and generated tokens of a live request: the live list itself, so do not change it."""
         return self._live[request_id].tokens
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest, *, parked: bool = False) -> None:
         """Queue a request. Raises ContextTooLong, InvalidRequest (empty prompt, id in use) or Overloaded.
 
         A prompt must leave room for one token. `max_tokens` beyond the window is not an error: the answer
         ends with `length` when the window is full. Overloaded: `max_waiting` requests wait besides those for
-        which there is a slot.
+        which there is a slot. `parked`: it has a grammar, and is not to run before `unpark`.
         """
         length = len(request.prompt_token_ids)
         if length == 0:
@@ -95,16 +101,31 @@ class Scheduler:
                 f"request_id={request.request_id!r}: a request with this id is running; choose another",
                 param="request_id",
             )
-        waiting, most = len(self._slots.waiting), self.config.max_waiting
+        waiting, most = len(self._slots.waiting) + len(self._parked), self.config.max_waiting
         if waiting >= most + self._slots.num_open:
             raise Overloaded(
                 f"{waiting} requests wait, scheduler.max_waiting={most}: try again later or raise it"
             )
         self._arrivals += 1
         sequence = Sequence(
-            request, arrival=self._arrivals, window=self.window, block_tokens=self.pool.block_tokens
+            request,
+            arrival=self._arrivals,
+            window=self.window,
+            block_tokens=self.pool.block_tokens,
+            overlaps=not parked,
         )
         self._live[sequence.request_id] = sequence
+        if parked:
+            sequence.phase = Phase.PARKED
+            self._parked.add(sequence)
+        else:
+            self._slots.waiting.add(sequence)
+
+    def unpark(self, request_id: str) -> None:
+        """A parked request may run now."""
+        sequence = self._live[request_id]
+        self._parked.remove(sequence)
+        sequence.phase = Phase.WAITING
         self._slots.waiting.add(sequence)
 
     def abort(self, request_id: str) -> bool:
@@ -137,20 +158,28 @@ class Scheduler:
             return None
         self._slots.admit()
         plan = self._build()
-        while plan is None and self._live and not self._in_flight and not growth_pending:
+        stuck = len(self._live) > len(self._parked)
+        while plan is None and stuck and not self._in_flight and not growth_pending:
             self._fail_stuck()
             self._slots.admit()
             plan = self._build()
+            stuck = len(self._live) > len(self._parked)
         return plan
 
     def complete(
-        self, plan: Plan, sampled: Mapping[str, int], failed: Mapping[str, str] | None = None
+        self,
+        plan: Plan,
+        sampled: Mapping[str, int],
+        failed: Mapping[str, str] | None = None,
+        *,
+        finished: Set[str] = _NOBODY,
     ) -> list[Outcome]:
         """Settle the oldest plan in flight: its KV is written. Returns news, in plan order.
 
         `sampled` has a token for each entry that samples, except those in `failed` (request id -> reason: NaN
         logits, a broken step), which end with an error and leave nothing of this step in the prefix cache.
-        Ids of requests that were aborted meanwhile are ignored.
+        Answers of `finished` are complete with their token. Ids of requests that were aborted meanwhile are
+        ignored.
         """
         failed = failed or {}
         assert self._in_flight, "complete() without a plan in flight"
@@ -173,10 +202,15 @@ class Scheduler:
                     if sequence.computed >= (sequence.published + 1) * size:
                         self._publish(sequence)
                     if entry.samples:
-                        outcomes.append(self._append(sequence, sampled[name]))
+                        outcomes.append(self._append(sequence, sampled[name], name in finished))
             if has_left and sequence.in_flight == 0:
                 self._slots.settle(sequence)
         return outcomes
+
+    def awaited(self) -> set[str]:
+        """Live requests of the oldest plan in flight: `complete` will use what is sampled for these."""
+        _, sequences = self._in_flight[0]
+        return {sequence.request_id for sequence in sequences if sequence.phase is not Phase.ENDED}
 
     @property
     def num_in_flight(self) -> int:
@@ -215,8 +249,8 @@ class Scheduler:
         assert len(running) <= self.config.max_running, "more sequences run than there are slots"
         assert len(waiting) == len(self._slots.waiting), "a request waits twice"
         assert len(running) == len(self._slots.running), "a request has two slots"
-        size = self.pool.block_tokens
-        for sequence in {*self._live.values(), *flying, *waiting, *running}:
+        parked, size = self._parked, self.pool.block_tokens
+        for sequence in {*self._live.values(), *flying, *waiting, *running, *parked}:
             done, given = sequence.computed, len(sequence.block_ids) * size
             assert sequence.published * size <= done <= sequence.scheduled <= given, (
                 "progress is out of order"
@@ -225,6 +259,7 @@ class Scheduler:
             assert is_live == (sequence.phase is not Phase.ENDED), "an ended request is live"
             assert (sequence.phase is Phase.WAITING) == (sequence in waiting), "a request is in a wrong queue"
             assert (sequence.phase is Phase.RUNNING) == (sequence in running), "a request is in a wrong queue"
+            assert (sequence.phase is Phase.PARKED) == (sequence in parked), "a request is in a wrong queue"
 
     def _build(self) -> Plan | None:
         step = self.counters.steps + 1
@@ -307,7 +342,7 @@ class Scheduler:
                 self.pool.publish(sequence.block_ids[index], sequence.keys[index])
                 sequence.published = index + 1
 
-    def _append(self, sequence: Sequence, token: int) -> Outcome:
+    def _append(self, sequence: Sequence, token: int, is_finished: bool) -> Outcome:
         tokens = sequence.tokens
         tokens.append(token)
         self.counters.generated_tokens += 1
@@ -315,14 +350,20 @@ class Scheduler:
         reason, stop_token = None, None
         if index + 1 >= sequence.limit or token in self._eos_token_ids or token in sequence.stop_ids:
             reason, stop_token = sequence.finish_reason(self._eos_token_ids)
-            if reason is not None:
-                self._end(sequence)
+        if is_finished and stop_token is None:
+            reason = "stop"
+        if reason is not None:
+            self._end(sequence)
         outcome = (sequence.request_id, token, index, reason, stop_token, sequence.cached_tokens, None)
         return tuple.__new__(Outcome, outcome)  # as in Sequence._plan_one
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request_id]
-        self._slots.remove(sequence)
+        if sequence.phase is Phase.PARKED:
+            sequence.phase = Phase.ENDED
+            self._parked.remove(sequence)
+        else:
+            self._slots.remove(sequence)
 
     def _fail_stuck(self) -> None:
         pool, slots = self.pool, self._slots

@@ -13,6 +13,7 @@ class Phase(Enum):
     """Where a sequence is. It is in exactly one queue of the scheduler, or in none (LEAVING, ENDED)."""
 
     WAITING = "waiting"
+    PARKED = "parked"  # has come, and waits for its grammar before it may wait for a slot
     RUNNING = "running"  # has a slot
     LEAVING = "leaving"  # preempted while a step of it was in flight; waits again when that is settled
     ENDED = "ended"  # finished or aborted; blocks come back when no step of it is in flight
@@ -30,6 +31,7 @@ class Sequence:
         "last",
         "last_step",
         "limit",
+        "overlaps",
         "overtaken",
         "pending",
         "phase",
@@ -48,7 +50,15 @@ class Sequence:
         "wants_prompt_rows",
     )
 
-    def __init__(self, request: GenerateRequest, *, arrival: int, window: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        arrival: int,
+        window: int,
+        block_tokens: int,
+        overlaps: bool = True,
+    ) -> None:
         self.request_id = request.request_id
         self.sampling = request.sampling
         self.priority = request.priority
@@ -60,6 +70,7 @@ class Sequence:
             self.limit = min(self.limit, request.sampling.max_tokens)
         self.last = self.prompt_tokens + self.limit - 1  # tokens that are fed; the answer's last one never is
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
+        self.overlaps = overlaps  # a token may be fed before it is known
         self.wants_prompt_rows = request.sampling.prompt_logprobs is not None
         self.keys = PrefixKeys(self.tokens, block_tokens, request.cache_salt)
         self.phase = Phase.WAITING
@@ -79,7 +90,7 @@ class Sequence:
     @property
     def todo(self) -> int:
         """Tokens that can be fed now."""
-        known, last = len(self.tokens) + self.pending, self.last
+        known, last = len(self.tokens) + (self.pending if self.overlaps else 0), self.last
         return (known if known < last else last) - self.scheduled
 
     @property

@@ -151,10 +151,10 @@ def test_fields_lie_where_the_kernels_read_them() -> None:
     fields["counts"][1], fields["kind"][2], fields["presence"][0] = 5, 2, 0.5
     assert words[3 * 3 + 1] == 5
     narrow = words.view("int32")
-    assert narrow[2 * 4 * 3 + 2] == 2
-    assert words.view("float32")[2 * 4 * 3 + 7 * 3] == 0.5
-    with pytest.raises(ValueError, match=r"int64 \[9\]; they must be int64 \[8 \* R\]"):
-        row_fields(torch.zeros(9, dtype=torch.int64).numpy())
+    assert narrow[2 * 5 * 3 + 2] == 2
+    assert words.view("float32")[2 * 5 * 3 + 7 * 3] == 0.5
+    with pytest.raises(ValueError, match=r"int64 \[10\]; they must be int64 \[9 \* R\]"):
+        row_fields(torch.zeros(10, dtype=torch.int64).numpy())
     assert [top_p_of(share) for share in (1.0, 0.5, 0.25, 1e-30)] == [0, -(2**63), 2**62, 1]
     assert limit_of(2.0, 1.0) == 0.0
 
@@ -163,7 +163,7 @@ def test_arguments_that_do_not_fit_are_refused_with_both_sides_named() -> None:
     staged = Staged(5, [settings()] * 2)
     with pytest.raises(ValueError, match=r"logits have shape \[2, 4\].*vocab_size, which is 5"):
         OP(torch.zeros(2, 4), staged.rows, 5, *staged.results)
-    with pytest.raises(ValueError, match=r"rows is torch.int64 \[16\]; for 3 rows of logits .* \[24\]"):
+    with pytest.raises(ValueError, match=r"rows is torch.int64 \[18\]; for 3 rows of logits .* \[27\]"):
         OP(torch.zeros(3, 5), staged.rows, 5, *staged.results)
     with pytest.raises(ValueError, match=r"status is torch.int64 \[2\]; .* torch.int32 \[2\]"):
         OP(torch.zeros(2, 5), staged.rows, 5, staged.last_tokens, staged.tokens, staged.tokens)

@@ -11,6 +11,7 @@ import torch
 from ostinato.ops import sample, token_scores
 from ostinato.ops.gpu_kernels import OPTIONS, GpuKernel, compile_kernel
 from ostinato.ops.launch import triton_function
+from ostinato.ops.sample_rows import WORDS
 
 KERNELS = (
     (sample, "_best_kernel"),
@@ -48,6 +49,6 @@ if __name__ == "__main__":
         setattr(module, name, Recorder(getattr(module, name)))
     logits = torch.zeros(1, 2048, dtype=torch.bfloat16)
     token, status = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    rows = torch.zeros(8, dtype=torch.int64)
+    rows = torch.zeros(WORDS, dtype=torch.int64)
     sample.launch(logits, rows, 2048, token, token, status)
     token_scores._launch(logits, token, torch.zeros(3, 1, dtype=torch.int64), 2048, 2)

@@ -1,6 +1,6 @@
 """What a step tells the device is the same whether it is made anew or taken over from the step before."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.frames import Events
 from ostinato.runtime.gpu.step_buffers import StepBuffers
+from ostinato.runtime.grammar.grammar_state import Mask
 from ostinato.runtime.messages import Abort
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.sampling.device_sampler import StagedRow
@@ -56,9 +57,9 @@ class Watched:
         backend.launch = self.launch  # type: ignore[method-assign]
         self.buffers.send = self.send  # type: ignore[method-assign]
 
-    def launch(self, plan: Plan) -> object:
+    def launch(self, plan: Plan, masks: Mapping[str, Mask]) -> object:
         self.plan, before = plan, self.backend._decode_rows
-        step = self._launch(plan)
+        step = self._launch(plan, masks)
         self.reused += before is not None and self.backend._decode_rows is before
         return step
 
