@@ -18,10 +18,15 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "Overloaded",
+    "ParsedThinking",
+    "ParsedToolCall",
+    "ParsedToolCalls",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "compile_model",
+    "parse_thinking",
+    "parse_tool_calls",
 ]
 
 if TYPE_CHECKING:
@@ -41,15 +46,27 @@ if TYPE_CHECKING:
     from ostinato.runtime.config import EngineConfig
     from ostinato.runtime.llm import LLM
     from ostinato.runtime.messages import SamplingParams
+    from ostinato.runtime.output.offline import (
+        ParsedThinking,
+        ParsedToolCall,
+        ParsedToolCalls,
+        parse_thinking,
+        parse_tool_calls,
+    )
     from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 
 _MODULES = {
     "LLM": "runtime.llm",
     "CompletionOutput": "runtime.request_output",
     "EngineConfig": "runtime.config",
+    "ParsedThinking": "runtime.output.offline",
+    "ParsedToolCall": "runtime.output.offline",
+    "ParsedToolCalls": "runtime.output.offline",
     "RequestOutput": "runtime.request_output",
     "SamplingParams": "runtime.messages",
     "compile_model": "runtime.compile",
+    "parse_thinking": "runtime.output.offline",
+    "parse_tool_calls": "runtime.output.offline",
 }
 
 

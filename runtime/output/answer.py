@@ -36,8 +36,13 @@ class Answer:
         new_id: Callable[[], str],
         on_call: Callable[[], object],
         breaks: tuple[str, ...],
+        takes_calls: bool,
     ) -> None:
-        """`on_call` is told when a call begins; at one of `breaks` thoughts end although they have no end."""
+        """`on_call` is told when a call begins; at one of `breaks` thoughts end although they have no end.
+
+        `takes_calls`: calls are wanted.
+        """
+        self.takes_calls = takes_calls
         self.breaks = breaks
         self.num_calls = 0
         self.num_thoughts = 0

@@ -41,9 +41,9 @@ def arguments(read: TextReader, answer: Answer) -> Steps[bool]:
 def call_object(read: TextReader, answer: Answer, *, marked: bool) -> Steps[bool]:
     """Read `{"name": ..., "arguments": ...}` as a call; False, without events, if it is none.
 
-    `marked` calls are meant as calls, so arguments may be left out, and any name is good.  Without a marker it
-    may be an answer in JSON: then the name must be that of a tool, all keys those of a call, and with tools
-    unknown there must be arguments.
+    `marked` calls are meant as calls, so arguments may be left out, and any name is good.  Without a marker
+    it may be an answer in JSON: then the name must be that of a tool, all keys those of a call, and with
+    tools unknown there must be arguments.
     """
     name: str | None = None
     early: str | None = None  # arguments that come before the name
@@ -116,7 +116,7 @@ def call_objects(
     while True:
         between: list[str] = []
         yield from read.take_while(SPACE + ",;]}", between.append)
-        if ends and (yield from read.accept(*ends)):
+        if ends and (yield from read.accept_end(*ends)):
             return True
         read.pin()
         if (yield from read.peek()) != "{" or not (yield from call_object(read, answer, marked=marked)):

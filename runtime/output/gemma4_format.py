@@ -44,7 +44,7 @@ class Gemma4(ToolFormat):
             yield from read.take_while(SPACE)
             if not (yield from read.accept("call:")):
                 break
-        yield from read.accept("<tool_call|>")
+        yield from read.accept_end("<tool_call|>")
         return True
 
 
@@ -58,7 +58,7 @@ def _value(read: TextReader, sink: Sink) -> Steps[bool]:
         return (yield from _list(read, sink))
     if char == '"':
         return (yield from json_string(read, sink))
-    if (yield from read.accept(QUOTE)):
+    if (yield from read.accept_end(QUOTE)):
         sink('"')
         if not (yield from read.until((QUOTE,), lambda text: sink(escaped(text)))):
             return False
@@ -98,7 +98,7 @@ def _object(read: TextReader, sink: Sink) -> Steps[bool]:
 
 def _key(read: TextReader, sink: Sink) -> Steps[bool]:
     key: list[str] = []
-    if (yield from read.accept(QUOTE)):
+    if (yield from read.accept_end(QUOTE)):
         if not (yield from read.until((QUOTE,), key.append)):
             return False
         name = "".join(key)

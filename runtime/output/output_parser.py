@@ -32,6 +32,7 @@ class OutputParser:
             tools=tools,
             new_id=calls.new_id if calls is not None else long_id,
             on_call=self._read.unpin,
+            takes_calls=calls is not None,
             breaks=calls.starts if calls is not None and calls.is_special else (),
         )
         self._steps = self._run()

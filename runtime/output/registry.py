@@ -8,9 +8,12 @@ from typing import TypeVar
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.output import json_formats, reasoning_formats
+from ostinato.runtime.output.deepseek_format import DeepSeek
 from ostinato.runtime.output.formats import OutputFormat, ReasoningFormat, ToolFormat
 from ostinato.runtime.output.gemma4_format import Gemma4
+from ostinato.runtime.output.harmony_format import HarmonyCalls, HarmonyThoughts
 from ostinato.runtime.output.output_parser import OutputParser
+from ostinato.runtime.output.pythonic_format import Pythonic
 
 F = TypeVar("F", bound=OutputFormat)
 
@@ -107,6 +110,7 @@ for _reasoning in (
     reasoning_formats.GraniteThoughts(),
     reasoning_formats.MistralThoughts(),
     reasoning_formats.Gemma4Thoughts(),
+    HarmonyThoughts(),
 ):
     register_reasoning_format(_reasoning)
 for _tools in (
@@ -116,5 +120,8 @@ for _tools in (
     json_formats.Phi(),
     json_formats.Mistral(),
     Gemma4(),
+    DeepSeek(),
+    Pythonic(),
+    HarmonyCalls(),
 ):
     register_tool_format(_tools)

@@ -125,6 +125,16 @@ class TextReader:
                 return found
             yield
 
+    def accept_end(self, *words: str) -> Steps[bool]:
+        """`accept` for end markers: one that the end of the text cuts short counts too, if it has begun."""
+        if (yield from self.accept(*words)):
+            return True
+        rest = self._text[self._at :]
+        if not (rest and self.ended and any(word.startswith(rest) for word in words)):
+            return False
+        self._at = len(self._text)
+        return True
+
     def _safe_end(self, markers: tuple[str, ...], firsts: frozenset[str]) -> int:
         """Where the longest end of the text begins that may become a marker."""
         text, longest = self._text, max(map(len, markers), default=1)
