@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from aiohttp import web
 
 import ostinato
@@ -12,8 +14,10 @@ from ostinato.runtime.http.server_state import STATE, ServerState
 
 
 async def models(request: web.Request) -> web.Response:
-    """The one model, in OpenAI's list."""
-    return _json({"object": "list", "data": [_model(request.app[STATE])]})
+    """The one model, in a list that is OpenAI's and Anthropic's at once."""
+    one = _model(request.app[STATE])
+    pages = {"has_more": False, "first_id": one["id"], "last_id": one["id"]}
+    return _json({"object": "list", "data": [one], **pages})
 
 
 async def model(request: web.Request) -> web.Response:
@@ -70,6 +74,9 @@ def _model(state: ServerState) -> dict[str, object]:
         "created": state.created,
         "owned_by": "ostinato",
         "max_model_len": state.engine.info.max_model_len,
+        "type": "model",  # this and the next two are Anthropic's
+        "display_name": state.model,
+        "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
     }
 
 
