@@ -1,10 +1,14 @@
-"""Compiled Triton kernels of one GPU: found by key, kept as cubins, launched through the driver.
+"""Compiled Triton kernels: found by key, kept as cubins, launched through the driver.
 
 A variant is a kernel with the types of its arguments, its constants and its options. `compile-model` runs
-every plan with an open store, which compiles what is missing, and writes the cubins into the artifact. A
-server reads them into a sealed store: it never imports triton, and a variant that is not there is an error
-that names it.  The key of a variant holds a hash of the kernel's source file, so cubins of another version of
-an op are not found, rather than launched with the wrong arguments.
+every plan while the store records what is launched, has what is missing compiled, and writes the cubins
+into the artifact. A server reads them into a sealed store: it never imports triton, and a variant that is
+not there is an error that names it.  The key of a variant holds the GPU's architecture and a hash of the
+kernel's source files, so cubins of another version of an op are not found, rather than launched with the
+wrong arguments.
+
+Several engines, also of several GPUs, and a compile may share a process: modules are loaded for each GPU, a
+launch is packed and handed over under a lock, and a recording is of one thread.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import inspect
 import json
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,44 +81,83 @@ class _Compiled(NamedTuple):
     cubin: bytes
 
 
+class Variant(NamedTuple):
+    """What decides a compiled kernel, for whoever compiles it."""
+
+    key: str
+    module: str  # where the kernel is written, and its name there
+    function: str
+    names: tuple[str, ...]  # of its parameters
+    kinds: tuple[tuple[str, Any], ...]  # of each parameter: see `compile_kernel`
+    options: tuple[Any, ...]  # as `OPTIONS`
+
+
+class Recording:
+    """The variants that one thread launches meanwhile; `is_dry`: it launches nothing."""
+
+    def __init__(self, *, is_dry: bool) -> None:
+        self.is_dry = is_dry
+        self.variants: dict[str, Variant] = {}  # by key
+        self._thread = threading.get_ident()
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread is recorded."""
+        return threading.get_ident() == self._thread
+
+
 class KernelStore:
-    """Variants of one device. One thread launches; the store is filled before a server starts."""
+    """Variants of this process. It is filled before a server starts."""
 
     def __init__(self) -> None:
-        self.is_sealed = False
+        self.is_sealed = False  # nothing is compiled, except in a recording
         # Percent of L1 that launches want as shared memory. All kernels of a step ask for the same: to
         # change it a multiprocessor must run empty, so the next kernel could not begin before the last ends.
         self.carveout = 100
         self.launches = 0  # since start, for tests and logs
+        self.recording_now: Recording | None = None
         self._compiled: dict[str, _Compiled] = {}
-        self._used: set[str] = set()
+        self._one_recording = threading.Lock()
 
-    def clear_used(self) -> None:
-        """Forget which variants were launched; `write` keeps those launched since."""
-        self._used.clear()
+    @contextmanager
+    def recording(self, *, is_dry: bool = False) -> Iterator[Recording]:
+        """Note what the calling thread launches. A second compile in this process waits for the first."""
+        with self._one_recording:
+            self.recording_now = made = Recording(is_dry=is_dry)
+            try:
+                yield made
+            finally:
+                self.recording_now = None
 
     def get(self, key: str, build: Callable[[], tuple[Binary, bytes]]) -> _Compiled:
-        """The variant `key`; an open store builds it if it is missing. Raises EngineError in a sealed one."""
+        """The variant `key`, built if it is missing. Raises EngineError in a sealed store."""
         found = self._compiled.get(key)
         if found is None:
-            if self.is_sealed:
+            recording = self.recording_now
+            if self.is_sealed and not (recording is not None and recording.is_mine()):
                 raise EngineError(
                     f"kernel variant {key} is not in the artifact; compile the model again with this version"
                 )
             found = self._compiled[key] = _Compiled(*build())
-        self._used.add(key)
         return found
 
-    def write(self, folder: Path) -> int:
-        """Put the variants used since `clear_used` into a folder; return their number."""
+    def missing(self, variants: Iterable[Variant]) -> list[Variant]:
+        """Those that are not compiled yet."""
+        return [variant for variant in variants if variant.key not in self._compiled]
+
+    def add(self, binary: Binary, cubin: bytes) -> None:
+        """Take what was compiled elsewhere."""
+        self._compiled[binary.key] = _Compiled(binary, cubin)
+
+    def write(self, folder: Path, keys: Iterable[str]) -> int:
+        """Put variants into a folder; return their number."""
         binaries, at = [], 0
         with (folder / CUBINS).open("wb") as file:
-            for key in sorted(self._used):
+            for key in sorted(keys):
                 binary, cubin = self._compiled[key]
                 binaries.append(binary.model_copy(update={"offset": at, "size": len(cubin)}))
                 file.write(cubin)
                 at += len(cubin)
-        index = _Index(capability=capability(), binaries=tuple(binaries))
+        index = _Index(capability=capability_here(), binaries=tuple(binaries))
         (folder / INDEX).write_text(index.model_dump_json(indent=1))
         return len(binaries)
 
@@ -123,9 +168,9 @@ class KernelStore:
             cubins = (folder / CUBINS).read_bytes()
         except (OSError, ValueError, ValidationError) as error:
             raise ArtifactError(f"{folder / INDEX}: {error}; compile the model again") from None
-        if index.capability != capability():
+        if index.capability != (here := capability_here()):
             raise ArtifactError(
-                f"{folder}: kernels for compute capability {index.capability}, this GPU has {capability()}; "
+                f"{folder}: kernels for compute capability {index.capability}, this GPU has {here}; "
                 "compile the model on this machine"
             )
         for binary in index.binaries:
@@ -134,14 +179,19 @@ class KernelStore:
         return len(index.binaries)
 
 
-STORE = KernelStore()  # of this process; kernels are launched on its current device
+STORE = KernelStore()
 
 
 @cache
-def capability() -> int:
-    """Compute capability of the current GPU, e.g. 90."""
-    major, minor = torch.cuda.get_device_capability()
+def capability(device: int) -> int:
+    """Compute capability of a GPU, e.g. 90."""
+    major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def capability_here() -> int:
+    """That of the current GPU."""
+    return capability(torch.cuda.current_device())
 
 
 class _Form(NamedTuple):
@@ -165,27 +215,34 @@ class GpuKernel:
     ) -> None:
         """`modules`: where the kernel and those that it calls are written. `plain`: integer parameters on
         whose values no variant depends. `made`: triton's function."""
-        self._made = made
+        self._made, self._module, self._function = made, function.__module__, function.__name__
         self._name = f"{function.__module__.removeprefix('ostinato.')}.{function.__qualname__}"
         self._source = source_hash(tuple(sorted(set(modules))))
         parameters = inspect.signature(function).parameters.values()
-        self._names = [p.name for p in parameters]
+        self._names = tuple([p.name for p in parameters])
         self._constants = [
             p.name for p in parameters if "constexpr" in str(p.annotation)
         ]  # an annotation may be a string
         self._defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         self._plain = frozenset(plain)
-        self._launchers: dict[tuple[Any, ...], _Launcher] = {}
+        self._launchers: dict[tuple[Any, ...], _Launcher] = {}  # of all GPUs of the process
         self._forms: dict[tuple[Any, ...], _Form] = {}  # by number of positions and names of keywords
         self._known: dict[tuple[Any, ...], _Launcher] = {}  # `_launchers` by cheaper keys
 
     def launch(self, grid: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Launch on the current stream; `args` fill the parameters from the left."""
+        recording = STORE.recording_now
+        if recording is not None and recording.is_mine():
+            variant = self._variant(*self._what_decides(args, kwargs))
+            recording.variants[variant.key] = variant
+            if recording.is_dry:
+                return
         form = self._forms.get((len(args), *kwargs))
         if form is None:
             form = self._forms[len(args), *kwargs] = self._form(len(args), kwargs)
         given = args if not form.late else (*args, *[kwargs[name] for name in form.late])
-        key: list[Any] = [form, *[kwargs[name] for name in form.fixed]]
+        device = torch._C._cuda_getDevice()
+        key: list[Any] = [form, device, *[kwargs[name] for name in form.fixed]]
         ready: list[Any] = []  # what the kernel gets
         for value, name, rule in zip(given, form.names, form.rules, strict=True):
             kind = type(value)
@@ -207,7 +264,7 @@ class GpuKernel:
         known = tuple(key)
         launcher = self._known.get(known)
         if launcher is None:
-            launcher = self._known[known] = self._launcher(args, kwargs)
+            launcher = self._known[known] = self._launcher(device, args, kwargs)
         launcher(grid, ready)
 
     def _form(self, count: int, kwargs: Mapping[str, Any]) -> _Form:
@@ -221,17 +278,27 @@ class GpuKernel:
         )
         return _Form(names, rules, late, fixed)
 
-    def _launcher(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Launcher:
+    def _launcher(self, device: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Launcher:
         """The variant for these arguments, found by what they are and not by how they were given."""
+        kinds, options = self._what_decides(args, kwargs)
+        launcher = self._launchers.get((device, kinds, options))
+        if launcher is None:
+            variant = self._variant(kinds, options)
+            binary, cubin = STORE.get(
+                variant.key, lambda: compile_variant(self._made(), variant, capability_here())
+            )
+            launcher = self._launchers[device, kinds, options] = _Launcher(binary, cubin, device)
+        return launcher
+
+    def _what_decides(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[tuple[str, Any], ...], tuple[Any, ...]]:
+        """Kinds and options of a call's variant."""
         names, values = self._names, args
         if len(args) < len(names):
             values = (*args, *(kwargs[n] if n in kwargs else self._defaults[n] for n in names[len(args) :]))
         kinds = tuple([self._kind(name, value) for name, value in zip(names, values, strict=True)])
-        options = tuple([kwargs.get(option) for option in OPTIONS])
-        launcher = self._launchers.get((kinds, options))
-        if launcher is None:
-            launcher = self._launchers[kinds, options] = self._find(kinds, options)
-        return launcher
+        return kinds, tuple([kwargs.get(option) for option in OPTIONS])
 
     def _kind(self, name: str, value: Any) -> Any:
         """What of an argument decides the variant: (type, divisible by 16), or the value of a constant."""
@@ -246,32 +313,33 @@ class GpuKernel:
             return "fp32", False
         raise EngineError(f"{self._name}: argument {name}={value!r} is nothing a kernel can take")
 
-    def _find(self, kinds: tuple[Any, ...], options: tuple[Any, ...]) -> _Launcher:
+    def _variant(self, kinds: tuple[tuple[str, Any], ...], options: tuple[Any, ...]) -> Variant:
         signature = ",".join(
             f"{name}={value!r}" if kind == "const" else f"{name}:{kind}{'/16' if value else ''}"
             for name, (kind, value) in zip(self._names, kinds, strict=True)
         )
         said = ",".join(f"{n}={v}" for n, v in zip(OPTIONS, options, strict=True) if v is not None)
-        key = f"{self._name}@{self._source}({signature}){said}"
-        binary, cubin = STORE.get(key, lambda: self._compile(key, kinds, options))
-        return _Launcher(binary, cubin)
+        key = f"{self._name}@{self._source}.sm_{capability_here()}({signature}){said}"
+        return Variant(key, self._module, self._function, self._names, kinds, options)
 
-    def _compile(self, key: str, kinds: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Binary, bytes]:
-        compiled, params = compile_kernel(self._made(), self._names, kinds, options, capability())
-        metadata = compiled.metadata
-        if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
-            raise EngineError(f"{key}: kernels with scratch memory or clusters cannot be kept")
-        binary = Binary(
-            key=key,
-            symbol=metadata.name,
-            threads=metadata.num_warps * 32,
-            shared=metadata.shared,
-            params=(*params, "ptr", "ptr"),  # two scratch pointers, unused
-            launch_pdl=bool(options[OPTIONS.index("launch_pdl")]),
-            offset=0,
-            size=0,
-        )
-        return binary, compiled.asm["cubin"]
+
+def compile_variant(function: Any, variant: Variant, capability: int) -> tuple[Binary, bytes]:
+    """Have triton's `function` compiled; needs no GPU. Raises EngineError for what cannot be kept."""
+    compiled, params = compile_kernel(function, variant.names, variant.kinds, variant.options, capability)
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+        raise EngineError(f"{variant.key}: kernels with scratch memory or clusters cannot be kept")
+    binary = Binary(
+        key=variant.key,
+        symbol=metadata.name,
+        threads=metadata.num_warps * 32,
+        shared=metadata.shared,
+        params=(*params, "ptr", "ptr"),  # two scratch pointers, unused
+        launch_pdl=bool(variant.options[OPTIONS.index("launch_pdl")]),
+        offset=0,
+        size=0,
+    )
+    return binary, compiled.asm["cubin"]
 
 
 def compile_kernel(
@@ -347,11 +415,13 @@ def _launch_kernel_ex() -> Any:
 
 
 class _Launcher:
-    """A loaded function with its parameter buffer: packs arguments and calls the driver."""
+    """A function loaded on a GPU, with its parameter buffer: packs arguments and calls the driver."""
 
-    def __init__(self, binary: Binary, cubin: bytes) -> None:
+    def __init__(self, binary: Binary, cubin: bytes, device: int) -> None:
+        """`device` is the current one."""
         from cuda.bindings import driver
 
+        self._device, self._lock = device, threading.Lock()
         self._driver, self._enter = driver, _launch_kernel_ex()
         self._name, self._carveout = binary.symbol, STORE.carveout
         module = _done(driver.cuModuleLoadData(cubin), "cuModuleLoadData")
@@ -386,19 +456,20 @@ class _Launcher:
 
     def __call__(self, grid: Sequence[int], ready: Sequence[Any]) -> None:
         """`ready`: integers, floats and addresses, in the order of the parameters."""
-        self._pack(self._values, 0, *ready, 0, 0)
-        config = self._config
-        if grid != self._grid:
-            config.gridDimX = grid[0]
-            config.gridDimY = grid[1] if len(grid) > 1 else 1
-            config.gridDimZ = grid[2] if len(grid) > 2 else 1
-            self._grid = tuple(grid)
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        if stream != self._stream:
-            config.hStream = self._stream = stream
-        if STORE.carveout != self._carveout:
-            self._attributes[0].value = self._carveout = STORE.carveout
-        code = self._enter(*self._call)
+        with self._lock:  # another engine of this process may launch the same variant
+            self._pack(self._values, 0, *ready, 0, 0)
+            config = self._config
+            if grid != self._grid:
+                config.gridDimX = grid[0]
+                config.gridDimY = grid[1] if len(grid) > 1 else 1
+                config.gridDimZ = grid[2] if len(grid) > 2 else 1
+                self._grid = tuple(grid)
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            if stream != self._stream:
+                config.hStream = self._stream = stream
+            if STORE.carveout != self._carveout:
+                self._attributes[0].value = self._carveout = STORE.carveout
+            code = self._enter(*self._call)
         if code:
             name = self._driver.CUresult(code).name
             raise EngineError(f"launch of {self._name} with grid {tuple(grid)} failed: {name}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import EngineError
-from ostinato.ops.gpu_kernels import GpuKernel, capability
+from ostinato.ops.gpu_kernels import STORE, GpuKernel, capability
 
 __all__ = [
     "KERNEL_FLOATS",
@@ -100,7 +100,7 @@ class _Kernel:
 
     def __getitem__(self, grid: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
-            if isinstance(args[0], Tensor) and args[0].is_cuda:
+            if (isinstance(args[0], Tensor) and args[0].is_cuda) or _is_dry():
                 if self._on_gpu is None:
                     plain = self._options.get("do_not_specialize", ())
                     self._on_gpu = GpuKernel(self.fn, [*self._modules()], plain, self.made)
@@ -117,9 +117,15 @@ class _Kernel:
         return getattr(self.made(), name)
 
 
+def _is_dry() -> bool:
+    """Whether launches are only noted, which also works for CPU tensors."""
+    recording = STORE.recording_now
+    return recording is not None and recording.is_dry and recording.is_mine()
+
+
 def has_pdl(x: Tensor) -> bool:
     """Whether a kernel on the device of `x` may begin before the last one ends (dependent launch)."""
-    return x.is_cuda and capability() >= 90
+    return x.is_cuda and capability(x.get_device()) >= 90
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ Runs are cut on the device from the lengths, so the grid follows from shapes alo
 ends at once.  Each program leaves its unnormalised output and softmax sums in a work space and counts itself;
 the last to arrive adds all of them in order of the keys, so the result does not depend on who is last, and
 sets the count back to 0 for the next launch or replay.
-The counts are shared by all launches on a device: two streams must not run this kernel at the same time.
+The counts are shared by all launches on a stream, one after another.
 Programmatic dependent launch: lengths, tables and earlier keys are taken for written before the kernel ahead
 began (true when at least one ordinary launch follows what writes them), so indices are read, and the first
 keys and values asked into L2, before the wait.
@@ -480,15 +480,16 @@ def _splits(pairs: int, most_keys: int, config: DecodeConfig) -> tuple[int, int]
     return splits, max(config.min_steps // to_fill, 1)
 
 
-_ARRIVALS: dict[torch.device, Tensor] = {}
+_ARRIVALS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """Zeros between launches."""
-    found = _ARRIVALS.get(device)
+    """Zeros between launches, of the current stream: steps of two engines on one GPU run at the same time."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    found = _ARRIVALS.get((device, stream))
     if found is None:
         found = torch.zeros(_SPLIT_PAIRS, dtype=torch.int32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return found  # of the graph's own memory, and zeroed by every replay: right, but slower
-        _ARRIVALS[device] = found
+        _ARRIVALS[device, stream] = found
     return found

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.check import FLOATS, check_device, check_shapes, check_types
-from ostinato.ops.gpu_kernels import capability
-from ostinato.ops.launch import KERNEL_FLOATS, jit, on_device, tl
+from ostinato.ops.launch import KERNEL_FLOATS, has_pdl, jit, on_device, tl
 
 BLOCK = 128  # angles of one program
 
@@ -83,7 +82,7 @@ def _launch(
     half = inv_freq.shape[0]
     num_angles = positions_T.shape[0] * half
     with on_device(positions_T):
-        has_pdl = positions_T.is_cuda and capability() >= 90
+        pdl = has_pdl(positions_T)
         _kernel[(-(-num_angles // BLOCK),)](
             positions_T.contiguous(),
             inv_freq.contiguous(),
@@ -93,9 +92,9 @@ def _launch(
             num_angles,
             HALF=half,
             BLOCK=BLOCK,
-            PDL=has_pdl,
+            PDL=pdl,
             num_warps=4,
-            launch_pdl=has_pdl,
+            launch_pdl=pdl,
         )
     return cos, sin
 

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -100,11 +101,14 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
     package = ModuleType("cuda.bindings")
     monkeypatch.setattr(package, "driver", bindings, raising=False)
     monkeypatch.setitem(sys.modules, "cuda.bindings", package)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: GPU[0], raising=False)
+    monkeypatch.setattr(gpu_kernels, "capability_here", lambda: 90)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
+    GPU[0] = 0
     return lambda: list((ctypes.c_longlong * 16).in_dll(library, "seen"))
 
 
+GPU = [0]  # the current one
 tl = launch.tl
 
 
@@ -117,6 +121,7 @@ class Store:
     def __init__(self) -> None:
         self.keys: list[str] = []
         self.launches, self.carveout = 0, 50
+        self.recording_now: gpu_kernels.Recording | None = None
 
     def get(self, key: str, build: object) -> tuple[gpu_kernels.Binary, bytes]:
         self.keys.append(key.split("(", 1)[1])
@@ -181,3 +186,71 @@ def test_a_variant_is_found_by_what_the_arguments_are_and_not_by_how_they_are_gi
     assert variants(x, 16, 1.0, 16, SIZE=4, num_warps=8) == [first]
     with pytest.raises(EngineError, match="argument scale='a' is nothing a kernel can take"):
         ours.launch((1,), (x, 16, "a", 16), {"SIZE": 4})
+
+
+def test_each_gpu_of_a_process_gets_a_module_of_its_own(
+    driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "STORE", store := Store())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    x = torch.zeros(64)
+    for device in (0, 1, 0, 1):
+        GPU[0] = device
+        ours.launch((1,), (x, 1, 1.0, 16), {"SIZE": 4})
+        assert driver()[7] == 70 + device
+    assert len(store.keys) == 2
+
+
+def built(key: str) -> tuple[gpu_kernels.Binary, bytes]:
+    """A variant that takes what `kernel` does."""
+    return Store().get(key, None)  # type: ignore[return-value]  # a Binary and its cubin
+
+
+def test_a_recording_notes_what_one_thread_launches_though_it_was_launched_before(
+    driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A second compile in a process, or one after an engine has started, must find all variants, too."""
+    store = gpu_kernels.KernelStore()
+    monkeypatch.setattr(gpu_kernels, "STORE", store)
+    monkeypatch.setattr(gpu_kernels, "compile_variant", lambda _, variant, capability: built(variant.key))
+    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    x = torch.zeros(64)
+
+    def launch_on(size: int) -> None:
+        ours.launch((1,), (x, 1, 1.0, 16), {"SIZE": size})
+
+    launch_on(4)
+    store.is_sealed = True  # an engine serves
+    with pytest.raises(EngineError, match="is not in the artifact"):
+        launch_on(8)
+    seen_elsewhere: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            launch_on(16)
+        except EngineError as error:
+            seen_elsewhere.append(error)
+
+    with store.recording() as recording:
+        launch_on(4)
+        launch_on(8)
+        other = threading.Thread(target=serve)
+        other.start()
+        other.join()
+    assert len(seen_elsewhere) == 1  # the store is open to the compile only
+    sizes = [dict(zip(v.names, v.kinds, strict=True))["SIZE"] for v in recording.variants.values()]
+    assert sizes == [("const", 4), ("const", 8)]
+    before = store.launches
+    with store.recording(is_dry=True) as dry:
+        launch_on(32)
+        launch_on(4)
+    assert store.launches == before
+    (missing,) = store.missing(dry.variants.values())
+    assert (missing.module, missing.function) == (__name__, "kernel")
+    store.add(*built(missing.key))
+    assert store.missing(dry.variants.values()) == []
+    assert store.write(tmp_path, recording.variants) == 2
+    again = gpu_kernels.KernelStore()
+    assert again.read(tmp_path) == 2
+    assert again.missing(recording.variants.values()) == []
