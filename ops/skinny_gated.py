@@ -175,8 +175,10 @@ def _launch(
     offset: float,
     round_first: bool,
     activation: str,
+    *,
+    choices: tuning.Choices | None = None,
 ) -> Tensor:
-    return launch(x, weight_GK, norm_weight_K, eps, offset, round_first, activation)
+    return launch(x, weight_GK, norm_weight_K, eps, offset, round_first, activation, choices=choices)
 
 
 def launch(
@@ -189,8 +191,9 @@ def launch(
     activation: str = "silu",
     *,
     config: Config | None = None,
+    choices: tuning.Choices | None = None,
 ) -> Tensor:
-    """The op on a GPU; `config` overrides the choice for up to 16 tokens."""
+    """The op on a GPU; `config` overrides the choice for up to 16 tokens, `choices` the GPU's table."""
     _check(x, weight_GK, norm_weight_K, activation)
     check_types("skinny_gated", KERNEL_FLOATS, x=x)
     check_dense_rows("skinny_gated", weight_GK)
@@ -200,7 +203,9 @@ def launch(
     if out.numel() == 0:
         return out
     num_tokens = out.numel() // num_out
-    measured = None if config else tuning.choice("skinny_gated", num_tokens, num_out, width, x.dtype)
+    measured = None
+    if config is None:
+        measured = tuning.choice("skinny_gated", num_tokens, num_out, width, x.dtype, choices)
     if num_tokens > MAX_TOKENS or width == 0 or measured == tuning.BY_PARTS:
         if norm_weight_K is not None:
             x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)

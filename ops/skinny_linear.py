@@ -240,8 +240,10 @@ def _launch(
     offset: float,
     round_first: bool,
     residual: Tensor | None,
+    *,
+    choices: tuning.Choices | None = None,
 ) -> Tensor:
-    return launch(x, weight_NK, bias_N, norm_weight_K, eps, offset, round_first, residual)
+    return launch(x, weight_NK, bias_N, norm_weight_K, eps, offset, round_first, residual, choices=choices)
 
 
 def launch(
@@ -255,8 +257,9 @@ def launch(
     residual: Tensor | None = None,
     *,
     config: Config | None = None,
+    choices: tuning.Choices | None = None,
 ) -> Tensor:
-    """The op on a GPU; `config` overrides the choice for up to 16 tokens."""
+    """The op on a GPU; `config` overrides the choice for up to 16 tokens, `choices` the GPU's table."""
     _check(x, weight_NK, bias_N, norm_weight_K, residual)
     check_types("skinny_linear", KERNEL_FLOATS, x=x)
     check_dense_rows("skinny_linear", weight_NK)
@@ -265,7 +268,9 @@ def launch(
     if out.numel() == 0:
         return out
     num_tokens = out.numel() // num_out
-    measured = None if config else tuning.choice("skinny_linear", num_tokens, num_out, width, x.dtype)
+    measured = None
+    if config is None:
+        measured = tuning.choice("skinny_linear", num_tokens, num_out, width, x.dtype, choices)
     if num_tokens > MAX_TOKENS or width == 0 or measured == tuning.BY_PARTS:
         if norm_weight_K is not None:
             x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)

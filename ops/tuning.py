@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from ostinato.errors import ArtifactError
 
 FOLDER = Path(__file__).parent / "tuned"
 FILE = "tuning.json"
+OPS = ("skinny_linear", "skinny_gated")  # those with choices
 CLASSES = (1, 4, 8, 16)  # numbers of tokens that are measured; one between is served by the next
 
 
@@ -39,18 +41,20 @@ class Choice(NamedTuple):
 
 
 BY_PARTS = Choice(None)
-_given: dict[Shape, Choice] | None = None  # from an artifact; goes before the table of the GPU
+Choices = Mapping[Shape, Choice]
 
 
-def choice(op: str, tokens: int, out: int, width: int, dtype: torch.dtype) -> Choice | None:
-    """The measured choice of a layer; None: nobody has measured it."""
+def choice(
+    op: str, tokens: int, out: int, width: int, dtype: torch.dtype, choices: Choices | None = None
+) -> Choice | None:
+    """The measured choice of a layer; None: nobody has measured it. `choices`: instead of the GPU's table."""
     most = next((c for c in CLASSES if c >= tokens), None)
     if most is None:
         return None
     shape = Shape(op, most, out, width, str(dtype).removeprefix("torch."))
-    if _given is not None:
-        return _given.get(shape)
-    return _table().get(shape) if torch.cuda.is_available() else None
+    if choices is None:
+        choices = _table(torch.cuda.get_device_name()) if torch.cuda.is_available() else {}
+    return choices.get(shape)
 
 
 def gpu_slug(name: str) -> str:
@@ -65,24 +69,17 @@ def write(folder: Path) -> None:
     (folder / FILE).write_text(text)
 
 
-def read(folder: Path) -> None:
-    """Take the choices of an artifact from now on. ArtifactError: they cannot be read."""
-    global _given
+def read(folder: Path) -> Choices:
+    """The choices of an artifact. ArtifactError: they cannot be read."""
     try:
-        _given = _choices(json.loads((folder / FILE).read_text()))
+        return _choices(json.loads((folder / FILE).read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{folder / FILE}: {error!r}; compile the model again") from None
 
 
-def forget() -> None:
-    """Back to the table of the GPU."""
-    global _given
-    _given = None
-
-
 @cache
-def _table() -> dict[Shape, Choice]:
-    path = FOLDER / f"{gpu_slug(torch.cuda.get_device_name())}.json"
+def _table(gpu: str) -> Choices:
+    path = FOLDER / f"{gpu_slug(gpu)}.json"
     return _choices(json.loads(path.read_text())) if path.is_file() else {}
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,6 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
     began = time.perf_counter()
     torch.cuda.set_device(device)
     STORE.read(folder)
-    tuning.read(folder)
     STORE.is_sealed = True
     weights = DeviceWeights(folder / WEIGHTS, gpu_driver(device))
     try:
@@ -79,7 +79,7 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
 
 def bind_gpu(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) -> Bound:
     """What runs a step by the plan for its number of tokens."""
-    tensors, ops = weights.tensors(), launchers()
+    tensors, ops = weights.tensors(), launchers(tuning.read(folder))
     programs = [read_program(folder / plan.program) for plan in plans]
     runs = [bind(program, tensors, native=ops, device=weights.device) for program in programs]
     last_tokens = [plan.last for plan in plans]
@@ -90,10 +90,16 @@ def bind_gpu(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) 
     return run
 
 
-def launchers() -> dict[str, Callable[..., Any]]:
-    """The GPU side of each of our ops, called without torch's dispatcher: that saves half of a launch."""
-    return {
+def launchers(choices: tuning.Choices) -> dict[str, Callable[..., Any]]:
+    """The GPU side of each of our ops, called without torch's dispatcher: that saves half of a launch.
+
+    `choices`: of the artifact, for the ops that have some.
+    """
+    made: dict[str, Callable[..., Any]] = {
         f"ostinato::{name}": module._launch
         for name, module in vars(all_ops).items()
         if hasattr(module, "_launch")
     }
+    for name in tuning.OPS:
+        made[f"ostinato::{name}"] = partial(made[f"ostinato::{name}"], choices=choices)
+    return made
