@@ -1,11 +1,13 @@
 """Compiling for a GPU: two programs, and every kernel variant that any step of them can need.
 
-Variants are found by doing: with an open store every captured shape and a spread of uncaptured ones run once,
-as a server would run them, and what they launched goes into the artifact.
+Variants are found by doing: a shape of each class that a server can form runs as a server would run it, and
+what it launches goes into the artifact. It runs twice: dry, to learn what must be compiled, which several
+processes do at once; then in earnest, which loads and launches every kernel.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -18,16 +20,19 @@ from ostinato.errors import CompileError
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops import tuning
-from ostinato.ops.gpu_kernels import STORE
+from ostinato.ops.gpu_kernels import STORE, capability
 from ostinato.passes import pipeline
 from ostinato.passes.base import PassReport
 from ostinato.runtime.artifact import WEIGHTS, PlanRecord, Target, this_target
 from ostinato.runtime.compile_target import ANY, Plan
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu.device_weights import DeviceWeights
-from ostinato.runtime.gpu.gpu_model import bind_gpu, gpu_driver
-from ostinato.runtime.gpu.rehearsal import rehearse
+from ostinato.runtime.gpu.gpu_model import bind_gpu, gpu_driver, launchers
+from ostinato.runtime.gpu.kernel_workers import compile_all
+from ostinato.runtime.gpu.rehearsal import rehearse, rehearsing_backend
 from ostinato.runtime.program import Bound
+
+log = logging.getLogger(__name__)
 
 DECODE = "decode.json"
 DECODE_TOKENS = 16  # steps of up to so many tokens have a program of their own
@@ -43,6 +48,7 @@ class GpuTarget:
 
     def plans(self, fused: fx.GraphModule, config: EngineConfig, reports: Sequence[PassReport]) -> list[Plan]:
         """One for few tokens, where reading the weights decides, and one for the rest."""
+        _check_kernels(fused)
         few = deepcopy(fused)
         more = pipeline.run_decode_plan(few, config.passes, reports)
         return [
@@ -53,14 +59,32 @@ class GpuTarget:
     def make_kernels(self, plans: Sequence[PlanRecord], config: EngineConfig, facts: ModelFacts) -> float:
         """Put the weights on the device, run every shape, and write what was launched."""
         began = time.perf_counter()
-        STORE.is_sealed = False
         tuning.write(self._folder)
-        tuning.read(self._folder)
-        STORE.clear_used()
         run = self.load(plans)
-        rehearse(run, facts, config, self.device)
-        if STORE.write(self._folder) == 0:
+        loaded = time.perf_counter()
+        most = config.scheduler.max_running
+        backend = rehearsing_backend(run, facts, config, self.device)
+        try:
+            with STORE.recording(is_dry=True) as wanted:
+                rehearse(backend, most)
+            missing = STORE.missing(wanted.variants.values())
+            for binary, cubin in compile_all(missing, capability(self.device.index)):
+                STORE.add(binary, cubin)
+            compiled = time.perf_counter()
+            with STORE.recording() as launched:
+                rehearse(backend, most)
+        finally:
+            backend.shut()
+        if STORE.write(self._folder, launched.variants) == 0:
             raise CompileError("not one GPU kernel was launched; the model's graph has none of our operators")
+        log.info(
+            "%d kernel variants; weights on the GPU %.1f s, %d compiled in %.1f s, run in %.1f s",
+            len(launched.variants),
+            loaded - began,
+            len(missing),
+            compiled - loaded,
+            time.perf_counter() - compiled,
+        )
         return time.perf_counter() - began
 
     def load(self, plans: Sequence[PlanRecord]) -> Bound:
@@ -83,3 +107,18 @@ class GpuTarget:
         if self._weights is not None:
             self._weights.close()
             torch.cuda.empty_cache()
+
+
+def _check_kernels(graph_module: fx.GraphModule) -> None:
+    """Raise CompileError if an operator of ours has no GPU kernel."""
+    there = launchers({})
+    targets = {node.target for node in graph_module.graph.nodes if node.op == "call_function"}
+    ours = {
+        t._schema.name for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace == "ostinato"
+    }
+    if missing := sorted(ours - there.keys()):
+        names = ", ".join(name.removeprefix("ostinato::") for name in missing)
+        raise CompileError(
+            f"graph.target=cuda: the model needs {names}, which has no GPU kernel yet; compile it with "
+            "--target cpu"
+        )

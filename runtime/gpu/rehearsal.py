@@ -1,4 +1,13 @@
-"""Every kernel of a model, launched once: how `compile-model` learns which variants an artifact must hold."""
+"""Every kernel of a model, launched once: how `compile-model` learns which variants an artifact must hold.
+
+Which variant a launch needs follows from the model and three numbers of the step's shape, each of which falls
+into few classes; a shape of each class is rehearsed.  A test compares with all shapes of many models.
+- T tokens. A skinny product has kernels for 1, 2, 4, 8 and 16 tokens (`token_block`, `tuning.CLASSES`). A
+  lone row may have another stride than rows of which there are several. More than 16 tokens are one class.
+- R rows of logits, for the head and the sampler: as T.
+- S sequences, for attention: as many as tokens, one, or several with more tokens.
+Sizes of grids, integers in `do_not_specialize` and table widths make no variant.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +19,35 @@ from torch import Tensor
 
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
+from ostinato.ops.skinny_rows import MAX_TOKENS
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.gpu.gpu_backend import GpuBackend
-from ostinato.runtime.gpu.step_graphs import bucket_shapes
 from ostinato.runtime.program import Bound
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.sleeping_weights import FixedWeights
 
+SIZES = (1, 2, 4, 8, MAX_TOKENS, 32, 512)  # of tokens and of rows; the last is for the sampler's config
 
-def rehearse(run: Bound, facts: ModelFacts, config: EngineConfig, device: torch.device) -> None:
-    """Run every shape that a server captures, and a spread of others, once: all kernels are launched."""
+
+def rehearsal_shapes(max_running: int) -> list[StepShape]:
+    """A shape of each class that a server with so many sequences at once can form, smallest first."""
+    decode = [StepShape(size, size, size) for size in SIZES if size <= max_running]
+    mixed = [StepShape(size, s, s) for size in SIZES for s in (1, 2) if s < size and s <= max_running]
+    rows = [StepShape(size, 1, rows) for size in (MAX_TOKENS, SIZES[-1]) for rows in SIZES if rows <= size]
+    return sorted({*decode, *mixed, *rows})
+
+
+def rehearse(backend: GpuBackend, max_running: int) -> None:
+    """Run each of them once."""
+    for shape in rehearsal_shapes(max_running):
+        backend.rehearse(shape)
+
+
+def rehearsing_backend(
+    run: Bound, facts: ModelFacts, config: EngineConfig, device: torch.device
+) -> GpuBackend:
+    """A back end over a program and two blocks of random KV, with room for the largest step; `shut` it."""
     config = resolve(config, device.type)
     scheduler = config.scheduler.model_copy(update={"max_step_tokens": MAX_STEP_TOKENS})
     config = config.model_copy(update={"scheduler": scheduler})
@@ -33,22 +60,7 @@ def rehearse(run: Bound, facts: ModelFacts, config: EngineConfig, device: torch.
     window = min(facts.max_model_len, config.max_model_len or facts.max_model_len)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    model = _Rehearsed(facts, run, device)
-    backend = GpuBackend(model, planes, config, window=window, stream=stream)
-    try:
-        most = scheduler.max_running
-        shapes = set(bucket_shapes(most, MAX_STEP_TOKENS))
-        shapes |= {StepShape(size, size, size) for size in range(1, most + 1)}
-        shapes |= {
-            StepShape(tokens, count, count)
-            for tokens in (2, 3, 15, 16, 17, 33, 100, 250, 511, 1000, 2047, 3001, 5000, 8191, 8192)
-            for count in (1, 2, 3, 8, 17, 32, 65, 128, most)
-            if count < tokens and count <= most
-        }
-        for shape in sorted(shapes):
-            backend.rehearse(shape)
-    finally:
-        backend.shut()
+    return GpuBackend(_Rehearsed(facts, run, device), planes, config, window=window, stream=stream)
 
 
 class _Rehearsed:

@@ -1,0 +1,123 @@
+"""Kernel variants compiled by several processes at once: `python -m ostinato.runtime.gpu.kernel_workers`.
+
+Triton compiles a variant on one core in about half a second, and a model has a hundred. A worker reads one
+request a line from its input and writes one answer a line, as JSON; it ends with its input. It needs no GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import IO, Any
+
+from ostinato.errors import CompileError
+from ostinato.ops.gpu_kernels import Binary, Variant, compile_variant
+from ostinato.ops.launch import triton_function
+
+MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
+
+
+def compile_all(
+    variants: Sequence[Variant], capability: int, *, workers: int = 0
+) -> Iterator[tuple[Binary, bytes]]:
+    """What `compile_variant` gives for each, in any order. `workers`: 0: as many as there are cores.
+
+    Raises CompileError, with what the worker said, for a variant that cannot be compiled.
+    """
+    if not variants:
+        return
+    count = min(workers or min(len(os.sched_getaffinity(0)), MOST), len(variants))
+    waiting: queue.SimpleQueue[Variant] = queue.SimpleQueue()
+    for variant in sorted(variants, key=lambda v: -len(v.names)):  # the largest kernels take longest
+        waiting.put(variant)
+    with ThreadPoolExecutor(count, thread_name_prefix="ostinato-kernels") as threads:
+        for made in threads.map(lambda _: _work(waiting, capability), range(count)):
+            yield from made
+
+
+def _work(waiting: queue.SimpleQueue[Variant], capability: int) -> list[tuple[Binary, bytes]]:
+    """One worker, from start to end. A failure empties the queue, so that the others end soon."""
+    made = []
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(
+            [sys.executable, "-m", "ostinato.runtime.gpu.kernel_workers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=environment,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        variant = None
+        try:
+            while True:
+                try:
+                    variant = waiting.get_nowait()
+                except queue.Empty:
+                    break
+                made.append(_ask(process.stdin, process.stdout, variant, capability))
+            process.stdin.close()
+        except (OSError, ValueError) as error:
+            process.kill()
+            process.wait()
+            while not waiting.empty():
+                waiting.get_nowait()
+            said.seek(0)
+            last = said.read().decode(errors="replace").strip().splitlines()[-3:]
+            raise CompileError(
+                f"kernel {variant and variant.key} could not be compiled: {error}; "
+                f"the compiling process said: {' / '.join(last) or 'nothing'}"
+            ) from error
+    return made
+
+
+def _ask(to: IO[str], answers: IO[str], variant: Variant, capability: int) -> tuple[Binary, bytes]:
+    """Raises ValueError or OSError: the worker failed."""
+    to.write(json.dumps([capability, *variant]) + "\n")
+    to.flush()
+    line = answers.readline()
+    if not line:
+        raise ValueError("no answer")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return Binary.model_validate(answer["binary"]), base64.b64decode(answer["cubin"])
+
+
+def _answer(request: list[Any]) -> dict[str, Any]:
+    capability, key, module, function, names, kinds, options = request
+    variant = Variant(
+        key, module, function, tuple(names), tuple((kind, value) for kind, value in kinds), tuple(options)
+    )
+    kernel = triton_function(getattr(import_module(module), function))
+    binary, cubin = compile_variant(kernel, variant, capability)
+    return {"binary": binary.model_dump(mode="json"), "cubin": base64.b64encode(cubin).decode()}
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints shall not be taken for an answer
+    for line in sys.stdin:
+        try:
+            answer = _answer(json.loads(line))
+        except Exception as error:  # a process border: the parent raises it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Kernels compiled by other processes are those that this one would make; failures say which and why."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato.errors import CompileError
+from ostinato.ops.gpu_kernels import Variant
+from ostinato.runtime.gpu.kernel_workers import compile_all
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+SILU = Variant(
+    "silu",
+    "ostinato.ops.silu_mul",
+    "_kernel",
+    ("gate", "up", "out", "gate_stride", "up_stride", "F", "BLOCK", "PDL"),
+    (
+        *[("*bf16", True)] * 3,
+        *[("i32", True), ("i32", False), ("i32", True)],
+        ("const", 1024),
+        ("const", True),
+    ),
+    (4, None, True, None),
+)
+PENDING = Variant(
+    "pending",
+    "ostinato.ops.take_pending",
+    "_kernel",
+    ("token_ids", "last_tokens", "num_tokens", "BLOCK"),
+    (("*i64", True), ("*i64", True), ("i32", False), ("const", 256)),
+    (4, None, None, None),
+)
+HERE = """
+import hashlib, json, sys
+from ostinato.ops import silu_mul
+from ostinato.ops.gpu_kernels import Variant, compile_variant
+raw = json.loads(sys.argv[1])
+variant = Variant(*raw[:4], tuple((kind, value) for kind, value in raw[4]), tuple(raw[5]))
+binary, cubin = compile_variant(silu_mul._kernel.made(), variant, 90)
+print(binary.model_dump_json(), hashlib.sha256(cubin).hexdigest())
+"""
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_workers_make_the_same_binaries_as_this_process(tmp_path: Path) -> None:
+    made = {binary.key: (binary, cubin) for binary, cubin in compile_all([PENDING, SILU], 90, workers=2)}
+    assert set(made) == {"silu", "pending"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "other")  # really compiled again
+    done = subprocess.run(
+        [sys.executable, "-c", HERE, json.dumps(SILU)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    binary, cubin = made["silu"]
+    assert done.stdout.split() == [binary.model_dump_json(), hashlib.sha256(cubin).hexdigest()]
+    assert binary.params == ("ptr", "ptr", "ptr", "i32", "i32", "i32", "ptr", "ptr")
+    assert (binary.threads, binary.launch_pdl, made["pending"][0].launch_pdl) == (128, True, False)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_kernel_that_does_not_compile_is_named_with_the_reason() -> None:
+    wrong = PENDING._replace(key="wrong", function="_no_kernel")
+    with pytest.raises(CompileError, match=r"kernel wrong could not be compiled: .*_no_kernel"):
+        list(compile_all([wrong], 90, workers=1))
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CompileError, match="kernel pending could not be compiled"):
+        list(compile_all([PENDING], 90, workers=1))
+
+
+def test_nothing_to_compile_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert list(compile_all([], 90)) == []

@@ -1,0 +1,74 @@
+"""What `compile-model` rehearses is all that a server of any shape of step launches."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.ops import tuning
+from ostinato.ops.skinny_rows import Config
+from ostinato.runtime.gpu.rehearsal import rehearsal_shapes
+from ostinato.runtime.runner import StepShape
+from tests.support.captured import capture_tiny
+from tests.support.dry_gpu import DryGpu
+from tests.support.tiny_models import tiny_config
+
+FEW = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33)
+MANY = (64, 255, 257, 700)
+
+
+def shapes_of_a_server(max_running: int) -> set[StepShape]:
+    """T tokens, S sequences and R rows of logits: S, or with scored prompts any number up to T."""
+    shapes = set()
+    for tokens in FEW:
+        for sequences, rows in product((1, 2, tokens // 2, tokens), (*FEW, 0)):
+            shapes.add(StepShape(tokens, sequences, rows or sequences))
+    for tokens, sequences, rows in product(MANY, (1, 2, 17, 64), (0, 1, 3, 6, 20, 257)):
+        shapes.add(StepShape(tokens, sequences, rows or sequences))
+    return {s for s in shapes if 0 < s.sequences <= min(s.tokens, max_running) and s.logit_rows <= s.tokens}
+
+
+# odd sizes: 24 of a head is no multiple of 16, rows of 120 bytes are not aligned
+ODD = {"hidden_size": 60, "intermediate_size": 36, "head_dim": 24, "vocab_size": 331}
+
+
+class Measured(dict[tuning.Shape, tuning.Choice]):
+    """A table that has every layer: other kernels for each class of tokens, and the library for one."""
+
+    def get(self, shape: tuning.Shape, default: Any = None) -> Any:
+        by_class = {
+            1: Config(False, 2, 512, 2, 1),
+            4: None,
+            8: Config(True, 16, 256, 4, 4),
+            16: Config(True, 16, 128, 4, 4, split=2 if shape.op == "skinny_linear" else 1),
+        }
+        config = by_class[shape.tokens]
+        return tuning.Choice(config and config._asdict())
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "choices", "changes"),
+    [
+        ("llama", torch.bfloat16, Measured(), {}),
+        ("llama", torch.float32, {}, ODD),
+        ("gemma2", torch.bfloat16, {}, {}),
+    ],
+    ids=["measured", "odd sizes", "gemma2"],
+)
+def test_every_shape_of_a_server_launches_only_what_was_rehearsed(
+    family: str, dtype: torch.dtype, choices: tuning.Choices, changes: dict[str, int]
+) -> None:
+    gpu = DryGpu(capture_tiny(tiny_config(family, **changes), dtype)[1], choices, max_running=64)
+    by_shape = {shape: gpu.variants(shape) for shape in rehearsal_shapes(64)}
+    rehearsed = frozenset[str]().union(*by_shape.values())
+    assert len({by_shape[StepShape(n, n, n)] for n in (1, 2, 4, 8, 16, 32)}) >= 3, "shapes make no variants"
+    for shape in sorted(shapes_of_a_server(64)):
+        unknown = gpu.variants(shape) - rehearsed
+        assert not unknown, (shape, sorted(unknown))
+
+
+def test_a_server_of_one_sequence_at_a_time_rehearses_no_batches() -> None:
+    assert {shape.sequences for shape in rehearsal_shapes(1)} == {1}
+    assert max(shape.logit_rows for shape in rehearsal_shapes(1)) == 512  # scored prompts
+    assert StepShape(2, 2, 2) in rehearsal_shapes(2)

@@ -1,0 +1,103 @@
+"""A GPU's programs and back end over CPU memory, with launches only noted: which variants a step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ostinato.graph.capture import CapturedGraph
+from ostinato.ops import all_ops, gpu_kernels, tuning
+from ostinato.ops.step_inputs import StepInputs
+from ostinato.passes import pipeline
+from ostinato.runtime.compile_target import Plan
+from ostinato.runtime.config import EngineConfig, KVConfig, SchedulerConfig
+from ostinato.runtime.gpu import rehearsal
+from ostinato.runtime.gpu.gpu_model import launchers
+from ostinato.runtime.gpu.gpu_target import GpuTarget
+from ostinato.runtime.program import Bound, bind, lower
+from ostinato.runtime.runner import StepShape
+
+CPU = torch.device("cpu")
+
+
+class DryGpu:
+    """A traced model as a GPU would run it; `variants` says what a step of a shape launches."""
+
+    def __init__(self, captured: CapturedGraph, choices: tuning.Choices, *, max_running: int) -> None:
+        config = EngineConfig(
+            kv=KVConfig(block_tokens=4), scheduler=SchedulerConfig(max_running=max_running, max_waiting=8)
+        )
+        reports = pipeline.run(captured.graph_module, config.passes, captured.facts.expected_matches)
+        plans = GpuTarget(Path(), CPU).plans(captured.graph_module, config, reports)
+        with _without_gpu():
+            run = _by_tokens(plans, choices)
+            self.backend = rehearsal.rehearsing_backend(run, captured.facts, config, CPU)
+
+    def variants(self, shape: StepShape) -> frozenset[str]:
+        """Keys of what a step launches; nothing is."""
+        with _without_gpu(), gpu_kernels.STORE.recording(is_dry=True) as noted:
+            self.backend.rehearse(shape)
+        return frozenset(noted.variants)
+
+
+def _by_tokens(plans: list[Plan], choices: tuning.Choices) -> Bound:
+    runs = [_bound(plan, choices) for plan in plans]
+
+    def run(inputs: StepInputs, kv: Any) -> Tensor:
+        tokens = inputs.token_ids.shape[0]
+        at = next(i for i, plan in enumerate(plans) if tokens <= plan.record.last)
+        return runs[at](inputs, kv)
+
+    return run
+
+
+def _bound(plan: Plan, choices: tuning.Choices) -> Bound:
+    """The program over weights of zeros."""
+    weights = {
+        node.name: torch.zeros([int(size) for size in node.meta["val"].shape], dtype=node.meta["val"].dtype)
+        for node in plan.graph_module.graph.nodes
+        if node.op == "placeholder" and node.meta["role"] == "weight" and node.users
+    }
+    program = lower(plan.graph_module, {name: name for name in weights})
+    return bind(program, weights, native=launchers(choices), device=CPU)
+
+
+@contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Streams that do nothing, memory that is not pinned, and the GPU side of every op for CPU tensors."""
+    zeros = torch.zeros
+
+    def unpinned(*size: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return zeros(*size, **kwargs)
+
+    nothing = SimpleNamespace(
+        synchronize=lambda: None, wait_stream=lambda _: None, record=lambda _=None: None
+    )
+    cuda = {
+        "set_stream": lambda _: None,
+        "Event": lambda: nothing,
+        "Stream": lambda _: nothing,
+        "current_stream": lambda _: nothing,
+        "graph_pool_handle": lambda: None,
+    }
+    ops = [module for module in vars(all_ops).values() if hasattr(module, "_launch")]
+    with (
+        patch.object(torch, "zeros", unpinned),
+        patch.multiple(torch.cuda, **cuda),
+        patch.object(gpu_kernels, "capability_here", lambda: 90),
+    ):
+        before = [module.OP for module in ops]
+        for module in ops:
+            module.OP = module._launch
+        try:
+            yield
+        finally:
+            for module, op in zip(ops, before, strict=True):
+                module.OP = op
