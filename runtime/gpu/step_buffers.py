@@ -179,12 +179,16 @@ class StepBuffers:
         if columns is None:
             columns = tuple(zip(*plan.entries, strict=True))
         changes = self._changed_tables(columns[3])
-        if plan.num_tokens == len(plan.entries) and not every_wanted:
-            self._fill_decode(columns, shape, slots, host)
-        else:
-            self._fill_any(plan, columns, shape, slots, host, every_wanted=every_wanted)
-        if changes:
-            self._send_tables(changes)
+        try:
+            if plan.num_tokens == len(plan.entries) and not every_wanted:
+                self._fill_decode(columns, shape, slots, host)
+            else:
+                self._fill_any(plan, columns, shape, slots, host, every_wanted=every_wanted)
+            if changes:
+                self._send_tables(changes)
+        except BaseException:
+            self._rows = [()] * len(self._rows)  # what of the tables has reached the device is not known
+            raise
 
     def _fill_decode(self, columns: Columns, shape: StepShape, slots: Ints, host: HostStep) -> None:
         """One token for each sequence. What only the number of rows decides is left if it stands there."""

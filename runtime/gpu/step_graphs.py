@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -112,12 +113,26 @@ class StepGraphs:
             self.capture_next()
 
     def capture_next(self) -> bool:
-        """Capture the next shape; False when none is left. Costs 10 to 50 ms; nothing may be in flight."""
+        """Capture the next shape; False when none is left. Costs 10 to 50 ms; nothing may be in flight.
+
+        When memory of the device ends, this shape and all others stay uncaptured.
+        """
         if not self._waiting:
             return False
         shape = self._waiting.pop(0)
         began = time.perf_counter()
-        replay = self._capture(shape)
+        try:
+            replay = self._capture(shape)
+        except torch.OutOfMemoryError as error:
+            log.warning(
+                "no memory to capture %s: it and %d others run uncaptured, which is slower; lower "
+                "gpu.graph_tokens or kv.max_gib (%s)",
+                shape,
+                len(self._waiting),
+                str(error).partition("\n")[0],
+            )
+            self._waiting.clear()
+            return False
         if replay is not None:
             self._captured[shape] = replay
         self.seconds += time.perf_counter() - began
@@ -139,12 +154,15 @@ class StepGraphs:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             logits = self._body(shape)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # it would hide the reason
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._prepare(shape)
         graph.replay()
         self._stream.synchronize()
-        if torch.equal(logits, eager):
+        if torch.equal(logits.view(torch.uint8), eager.view(torch.uint8)):  # by bits: NaN is equal to itself
             return Replay(graph, logits)
         off = (logits.float() - eager.float()).abs().max().item()
         log.error("graph of %s differs from eager by %g; steps of this shape run uncaptured", shape, off)
