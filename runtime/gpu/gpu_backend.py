@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from itertools import accumulate, compress
 from typing import NamedTuple
 
@@ -20,57 +20,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ostinato.errors import EngineDead
 from ostinato.ops import take_pending
 from ostinato.ops.gpu_kernels import STORE
 from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.gpu.launched_step import Launched, OpenRequest, StepRows, scored_rows
 from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers
 from ostinato.runtime.gpu.step_graphs import Fit, StepGraphs, bucket_shapes
 from ostinato.runtime.grammar.grammar_state import Mask
 from ostinato.runtime.grammar.request_grammars import NO_MASKS
-from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenLogprob
+from ostinato.runtime.messages import GenerateRequest, TokenLogprob
 from ostinato.runtime.runner import KVPlane, Model, StepShape
 from ostinato.runtime.sampling.device_sampler import (
-    ChosenRows,
     DeviceSampler,
     ScoredRow,
-    Scores,
-    sampling_error,
 )
-from ostinato.runtime.sampling.sampler import SampledBatch
-from ostinato.runtime.scheduling.plan import Plan, PlanEntry
+from ostinato.runtime.scheduling.plan import Plan
 from ostinato.runtime.step_backend import LaunchedStep
 
 log = logging.getLogger(__name__)
 
 _NUM_OUT = 3  # pinned results: of the two steps in flight, and one being read
 _OUT_BYTES = 12  # of one row: its token, int64, and its status, int32
+_ALIGN = 16  # bytes: what kernels are compiled for, whatever the number of rows
 _CHECK_CONTEXT = 37  # tokens of KV before those of the step, in the check of a captured graph
-NO_LOGPROBS = "the model gave NaN or infinite logits, so there are no log-probabilities"
-
-
-@dataclass(slots=True)
-class _Open:
-    """What the host keeps of a live request."""
-
-    params: SamplingParams
-    seed: int
-    tokens: Sequence[int]  # prompt and answer, the scheduler's live list
-    prompt_tokens: int
-    slot: int = -1  # none before its first step
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # the first has none
-
-
-class _Rows(NamedTuple):
-    """What a step does for its requests. Decode steps of the same requests share one."""
-
-    names: tuple[str, ...]
-    requests: list[_Open]
-    slots: NDArray[np.int64]
-    places: list[int]  # row of logits of each request's last token
-    chosen: ChosenRows  # those that are sampled
-    has_scores: bool  # log-probabilities are asked for
-    shape: StepShape
-    openings: int  # `GpuBackend._openings` when this was made
 
 
 class _Output(NamedTuple):
@@ -118,16 +91,16 @@ class GpuBackend:
             sample_bytes=8 * self._sampler.staged_words(1),
             device=self._device,
         )
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._last_tokens = torch.zeros(requests, dtype=torch.int64, device=self._device)
-        out_bytes = _OUT_BYTES * max(most, tokens)
+        out_bytes = _OUT_BYTES * max(most, tokens) + _ALIGN
         self._out = torch.zeros(out_bytes, dtype=torch.uint8, device=self._device)
         self._results = [torch.zeros(out_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_OUT)]
         self._events = [torch.cuda.Event() for _ in range(_NUM_OUT)]
         self._turn = 0
         self._outputs: dict[int, _Output] = {}
         self._openings = 0  # grows whenever a request comes or goes
-        self._decode_rows: _Rows | None = None  # of the newest decode step
+        self._decode_rows: StepRows | None = None  # of the newest decode step
         shapes = bucket_shapes(most, min(tokens, config.gpu.graph_tokens))
         self._graphs = StepGraphs(self._body, self._prepare, shapes, self.stream)
 
@@ -137,7 +110,7 @@ class GpuBackend:
         return len(self._open)
 
     def warm_up(self) -> None:
-        """Capture the shapes that are needed first. The first KV block is used as scratch and left zero."""
+        """Capture the shapes that are needed first, as `idle`. The first KV block is used, and left zero."""
         free, _ = torch.cuda.mem_get_info(self._device)
         for plane in self._planes:
             plane[0].normal_()
@@ -161,7 +134,7 @@ class GpuBackend:
         self._openings += 1
         sampling = request.sampling
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        self._open[request.request_id] = _Open(sampling, seed, tokens, len(request.prompt_token_ids))
+        self._open[request.request_id] = OpenRequest(sampling, seed, tokens, len(request.prompt_token_ids))
 
     def close(self, request_id: str) -> None:
         """A request has ended; unknown ids are ignored."""
@@ -183,7 +156,8 @@ class GpuBackend:
             rows = self._rows(plan, columns, fit)
             host = self._buffers.host(shape)
             self._buffers.fill(plan, shape, rows.slots, host, every_wanted=fit.every_wanted, columns=columns)
-            self._sampler.stage_again(host.samples, rows.chosen, _sampled(columns[6], columns[4]))
+            positions = _sampled(columns[6], rows.samples)
+            self._sampler.stage_again(host.samples, rows.chosen, positions)
             if masks:
                 masked = [
                     (at, masks[name])
@@ -193,7 +167,7 @@ class GpuBackend:
                 self._sampler.allow(host.samples, *zip(*masked, strict=True))
             self._buffers.send(shape)
             if rows.chosen.worded:
-                self._sampler.bar_words(rows.chosen, _sampled(columns[6], columns[4]), self._last_tokens)
+                self._sampler.bar_words(rows.chosen, positions, self._last_tokens)
             if fit.replay is None:
                 logits = self._body(shape)
             else:
@@ -202,17 +176,29 @@ class GpuBackend:
             out = self._output(shape.logit_rows)
             scores = None
             if rows.has_scores:
-                scores = self._sampler.after(logits, out.tokens, _scored(plan.entries, rows))
+                scores = self._sampler.after(logits, out.tokens, scored_rows(plan.entries, rows))
             turn = self._turn = (self._turn + 1) % _NUM_OUT
             out.on_host[turn].copy_(out.on_device, non_blocking=True)
             event = self._events[turn]
             event.record(self.stream)
-        return _Launched(plan, rows, out.host_tokens[turn], out.host_status[turn], event, scores)
+        return Launched(plan, rows, out.host_tokens[turn], out.host_status[turn], event, scores)
 
     def idle(self) -> bool:
-        """Capture one more shape. Nothing may be in flight."""
-        with torch.inference_mode():
-            return self._graphs.capture_next()
+        """Capture one more shape. Nothing may be in flight, and KV memory may not change meanwhile."""
+        try:
+            with torch.inference_mode():
+                return self._graphs.capture_next()
+        except RuntimeError:
+            self.check()
+            raise
+
+    def check(self) -> None:
+        """Wait for the device. Raises EngineDead: an error of an earlier step has ended its context."""
+        try:
+            self.stream.synchronize()
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            raise EngineDead(f"{self._device} computes no more ({said}); start the engine anew") from error
 
     def eager_steps(self) -> Mapping[str, int]:
         """Steps that ran without a captured graph, by reason."""
@@ -225,7 +211,8 @@ class GpuBackend:
 
     def shut(self) -> None:
         """Wait for the device and let go of graphs and KV planes."""
-        self.stream.synchronize()
+        with suppress(RuntimeError):  # of a device that computes no more, which was said before
+            self.stream.synchronize()
         self._graphs.clear()
         self._planes = ()
         torch.cuda.set_stream(torch.cuda.default_stream(self._device))
@@ -242,16 +229,17 @@ class GpuBackend:
     def _output(self, count: int) -> _Output:
         found = self._outputs.get(count)
         if found is None:
-            end = _OUT_BYTES * count
+            at = -(-8 * count // _ALIGN) * _ALIGN  # of the status
+            end = at + 4 * count
             on_host = [result[:end] for result in self._results]
             arrays = [pinned.numpy() for pinned in on_host]
             found = self._outputs[count] = _Output(
                 self._out[: 8 * count].view(torch.int64),
-                self._out[8 * count : end].view(torch.int32),
+                self._out[at:end].view(torch.int32),
                 self._out[:end],
                 on_host,
                 [array[: 8 * count].view(np.int64) for array in arrays],
-                [array[8 * count :].view(np.int32) for array in arrays],
+                [array[at:].view(np.int32) for array in arrays],
             )
         return found
 
@@ -271,17 +259,20 @@ class GpuBackend:
             self._prepare(shape, context)
 
     def _prepare(self, shape: StepShape, context: int = _CHECK_CONTEXT) -> None:
-        """Inputs of this shape that write no KV and read block 0: one long row, the others one token each."""
+        """Inputs of this shape that write no KV and read block 0: one long row, the others one token each.
+
+        The long row may be longer than any sequence of a server: what is past the window sees no keys.
+        """
         host = self._buffers.host(shape)
         lengths = np.ones(shape.sequences, np.int64)
         lengths[-1] = shape.tokens - shape.sequences + 1
         stops = np.cumsum(lengths)
-        context = min(context, self._buffers.tables.shape[1] * self._buffers.block_tokens - int(lengths[-1]))
+        room = self._buffers.tables.shape[1] * self._buffers.block_tokens  # tokens that a table row can name
         host.query_start[0], host.query_start[1:] = 0, stops
-        host.seq_lens[:] = lengths + max(0, context)
+        host.seq_lens[:] = np.minimum(lengths + context, room)
         begins = np.concatenate([[0], stops[:-1]])
         row_of_token = np.repeat(np.arange(shape.sequences), lengths)
-        host.positions[:] = np.arange(shape.tokens) - begins[row_of_token] + max(0, context)
+        host.positions[:] = np.minimum(np.arange(shape.tokens) - begins[row_of_token] + context, room - 1)
         host.token_ids[:] = np.arange(shape.tokens) % self._sampler.vocab_size
         host.slot_mapping[:] = -1
         host.logit_rows[:] = np.resize(stops - 1, shape.logit_rows)
@@ -289,7 +280,7 @@ class GpuBackend:
         self._buffers.clear_tables(shape.sequences)
         self._buffers.send(shape)
 
-    def _rows(self, plan: Plan, columns: Columns, fit: Fit) -> _Rows:
+    def _rows(self, plan: Plan, columns: Columns, fit: Fit) -> StepRows:
         """The rows of a plan; those of the last decode step where they are the same."""
         names, samples, before = columns[0], columns[4], self._decode_rows
         is_decode = len(names) == plan.num_tokens and False not in samples and not fit.every_wanted
@@ -297,12 +288,19 @@ class GpuBackend:
         if is_decode and before is not None and (before.names, before.shape, before.openings) == wanted:
             return before
         requests = [self._opened(name) for name in names]
+        errors = {
+            name: request.error
+            for name, request in zip(names, requests, strict=True)
+            if request.error is not None
+        }
+        if errors:
+            samples = tuple(wants and name not in errors for name, wants in zip(names, samples, strict=True))
         slots = np.array([request.slot for request in requests], np.int64)
         places = list(range(len(names)))
         if fit.every_wanted:
             ends = accumulate(entry.num_logit_rows for entry in plan.entries)
             places = [end - 1 for end in ends]
-        rows = _Rows(
+        rows = StepRows(
             names,
             requests,
             slots,
@@ -313,89 +311,28 @@ class GpuBackend:
             fit.every_wanted or any(request.params.logprobs is not None for request in requests),
             fit.shape,
             self._openings,
+            samples,
+            errors,
         )
         if is_decode:
             self._decode_rows = rows
         return rows
 
-    def _opened(self, name: str) -> _Open:
-        """A request with a slot."""
+    def _opened(self, name: str) -> OpenRequest:
+        """A request with a slot, or with the reason why it has none."""
         request = self._open[name]
-        if request.slot < 0:
+        if request.slot < 0 and request.error is None:
             prompt = request.tokens[: request.prompt_tokens]
-            request.slot = self._sampler.open(name, request.params, request.seed, prompt)
+            try:
+                request.slot = self._sampler.open(name, request.params, request.seed, prompt)
+            except torch.OutOfMemoryError:
+                request.error = (
+                    f"no memory on {self._device} for the penalties and biases of this request; try again "
+                    "later, send it without them, or raise kv.headroom_gib"
+                )
         return request
 
 
 def _sampled(values: Sequence[int], samples: Sequence[bool]) -> Sequence[int]:
     """The values of the entries that sample."""
     return values if False not in samples else list(compress(values, samples))
-
-
-def _scored(entries: Sequence[PlanEntry], rows: _Rows) -> list[ScoredRow]:
-    """Rows with log-probabilities: of the prompt, entry by entry, then the sampled one."""
-    scored = []
-    for request, entry, place in zip(rows.requests, entries, rows.places, strict=True):
-        prompt = entry.prompt_logit_rows
-        if prompt:
-            first = place + 1 - entry.num_logit_rows
-            for at, row in enumerate(prompt):
-                following = request.tokens[entry.start + row + 1]
-                scored.append(ScoredRow(first + at, following, request.params.prompt_logprobs or 0))
-        if entry.samples and request.params.logprobs is not None:
-            asked = request.params.logprob_token_ids
-            scored.append(ScoredRow(place, None, request.params.logprobs, asked))
-    return scored
-
-
-class _Launched:
-    """A step on the device."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        rows: _Rows,
-        tokens: NDArray[np.int64],
-        status: NDArray[np.int32],
-        event: torch.cuda.Event,
-        scores: Scores | None,
-    ) -> None:
-        self.plan = plan
-        self._rows, self._tokens, self._status, self._event, self._scores = (
-            rows,
-            tokens,
-            status,
-            event,
-            scores,
-        )
-
-    def result(self) -> SampledBatch:
-        """Wait for the tokens; raises what went wrong on the device."""
-        self._event.synchronize()
-        tokens, rows = self._tokens.tolist(), self._rows
-        if self._scores is None and not self._status.any():  # the rows of those that do not sample are OK
-            places = rows.places
-            if len(tokens) != len(places):
-                tokens = [tokens[place] for place in places]
-            return SampledBatch(dict(zip(rows.names, tokens, strict=True)))
-        status = self._status.tolist()
-        batch = SampledBatch()
-        records = iter(self._scores.result() if self._scores is not None else ())
-        for request, entry, place in zip(rows.requests, self.plan.entries, rows.places, strict=True):
-            name = entry.request_id
-            for _ in entry.prompt_logit_rows:
-                record = next(records)
-                request.prompt_logprobs.append(record)
-                if record is None:
-                    batch.errors[name] = NO_LOGPROBS
-            if not entry.samples:
-                continue
-            record = next(records) if request.params.logprobs is not None else None
-            error = sampling_error(status[place], entry.output_index)
-            if error is not None or name in batch.errors:
-                batch.errors.setdefault(name, error or NO_LOGPROBS)
-                continue
-            batch.tokens[name] = tokens[place]
-            if record is not None:
-                batch.logprobs[name] = record
-        return batch

@@ -98,6 +98,9 @@ class NoGpuBackend(GpuBackend):
         replay.graph.replay()
         return replay.logits
 
+    def check(self) -> None:
+        """There is no device that could fail."""
+
     def shut(self) -> None:
         """There is no stream to wait for."""
         self._graphs.clear()
