@@ -1,7 +1,8 @@
 """DeepSeek V3's and R1's tool calls, and the shorter form of V3.1.
 
-V3: `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name` + a fenced block of JSON + `<｜tool▁call▁end｜>`;
-V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`; at last `<｜tool▁calls▁end｜>`.
+Calls stand between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`. A call of V3 is
+`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a fenced block of JSON, `<｜tool▁call▁end｜>`; one of V3.1
+`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class DeepSeek(ToolFormat):
         if not is_name(name):
             return False
         yield from read.take_while(SPACE)
-        if fenced := (yield from read.accept_end("```json", "```")):
+        if fenced := (yield from read.accept_end("```")):
+            yield from read.accept_end("json")
             yield from read.take_while(SPACE)
         answer.start_call(name)
         answer.end_call(whole=(yield from arguments(read, answer)))

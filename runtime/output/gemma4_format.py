@@ -60,7 +60,7 @@ def _value(read: TextReader, sink: Sink) -> Steps[bool]:
         return (yield from json_string(read, sink))
     if (yield from read.accept_end(QUOTE)):
         sink('"')
-        if not (yield from read.until((QUOTE,), lambda text: sink(escaped(text)))):
+        if not (yield from read.until((QUOTE,), lambda text: sink(escaped(text)), drops_begun=True)):
             return False
         sink('"')
         return True

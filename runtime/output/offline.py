@@ -53,7 +53,8 @@ def parse_thinking(
         if (has_start or begun) and not has_end:
             raise ValueError(f"the thoughts have no end: {' or '.join(ends)} is missing")
         if has_end and not has_start and not begun:
-            raise ValueError(f"thoughts end that never began: {' or '.join(starts)} is missing; or set begun=True")
+            missing = " or ".join(starts)
+            raise ValueError(f"thoughts end that never began: {missing} is missing; or set begun=True")
     if begun is None:
         begun = has_end and not has_start
     events = _events(OutputParser(parser_of, None, prompt_end=starts[0] if begun and ends else _CLOSED), text)
@@ -120,7 +121,7 @@ def _call(
 
 def _read(text: str) -> object:
     try:
-        return json.loads(text)  # type: ignore[no-any-return]  # `object` is all that is said of it
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
 

@@ -93,10 +93,11 @@ class TextReader:
                 return ""
             yield
 
-    def until(self, markers: tuple[str, ...], sink: Sink) -> Steps[str]:
+    def until(self, markers: tuple[str, ...], sink: Sink, *, drops_begun: bool = False) -> Steps[str]:
         """Give text to `sink` up to the first of `markers`, read it and return it; empty at the end.
 
         No marker may hold another one: which comes first must not depend on what has come so far.
+        `drops_begun`: a marker that the end of the text cuts short is not text.
         """
         pattern, firsts = _any_marker(markers)
         while True:
@@ -106,11 +107,13 @@ class TextReader:
                     sink(self._text[self._at : found.start()])
                 self._at = found.end()
                 return found[0]
-            safe = len(self._text) if self.ended else self._safe_end(markers, firsts)
+            whole = self.ended and not drops_begun
+            safe = len(self._text) if whole else self._safe_end(markers, firsts)
             if safe > self._at:
                 sink(self._text[self._at : safe])
                 self._at = safe
             if self.ended:
+                self._at = len(self._text)
                 return ""
             yield
 

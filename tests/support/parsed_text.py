@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from ostinato.runtime.output.events import (
     CallArguments,
@@ -41,7 +42,7 @@ def events(made: OutputParser, pieces: Sequence[str]) -> list[Event]:
 def cut(text: str, places: Collection[int]) -> list[str]:
     """`text` cut at these places, modulo its length."""
     at = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
-    return [text[start:end] for start, end in zip(at, at[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(at)]
 
 
 def content(found: list[Event]) -> str:

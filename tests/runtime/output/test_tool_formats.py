@@ -42,7 +42,9 @@ SPELL: dict[str, Callable[[list[Call]], str]] = {
     "phi": lambda made: "functools[" + ", ".join(as_objects(made)) + "]",
     "llama3_json": lambda made: "; ".join(as_objects(made, "parameters")),
     "mistral": lambda made: "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}" for name, args in made),
-    "gemma4": lambda made: "".join(f"<|tool_call>call:{name}{gemma(args)}<tool_call|>" for name, args in made),
+    "gemma4": lambda made: "".join(
+        f"<|tool_call>call:{name}{gemma(args)}<tool_call|>" for name, args in made
+    ),
     "pythonic": pythonic,
     "deepseek_v3": lambda made: D_CALLS + "\n".join(
         f"{D_CALL}function{D_SEP}{name}\n```json\n{json.dumps(args)}\n```{D_CALL_END}" for name, args in made
@@ -171,7 +173,7 @@ def test_missing_empty_and_falsy_arguments(written: str, arguments: str):
         ("gemma4", "<|tool_call>call:switch{}<tool_call|>"),
         ("llama3_json", '{"name":"switch","parameters":{}}'),
         ("llama3_json", '<|python_tag|>{"type":"function","name":"switch","parameters":{}}<|eom_id|>'),
-        ("deepseek_v3", f"{D_CALLS}{D_CALL}function{D_SEP}switch\n```json\n{{}}\n```{D_CALL_END}{D_CALLS_END}"),
+        ("deepseek_v3", f"{D_CALLS}{D_CALL}function{D_SEP}switch\n```json\n{{}}\n```{D_CALL_END}"),
         ("deepseek_v3", f"{D_CALL}switch{D_SEP}{{}}{D_CALL_END}"),
         ("mistral", '[TOOL_CALLS] [{"name": "switch", "arguments": {}}]'),
         ("mistral", "[TOOL_CALLS]switch{}"),
@@ -196,7 +198,7 @@ def test_arguments_are_as_the_model_wrote_them_whatever_a_schema_says():
 
 
 def test_a_marker_in_pieces_never_shows_and_a_near_miss_shows_whole():
-    call = f'{D_CALLS}{D_CALL}function{D_SEP}get_weather\n```json\n{{"city":"Tokyo"}}\n```{D_CALL_END}{D_CALLS_END}'
+    call = SPELL["deepseek_v3"]([("get_weather", {"city": "Tokyo"})])
     pieces = [D_CALLS[:4], D_CALLS[4:9], call[9:]]
     found = events(parser(None, "deepseek_v3"), pieces)
     assert (calls(found), content(found)) == ([("get_weather", '{"city":"Tokyo"}')], "")
@@ -219,8 +221,9 @@ def test_a_marker_inside_a_string_stays_there(name: str):
 
 @pytest.mark.parametrize(
     "text",
-    ["<tool_call> no call </tool_call> text", "<tool_call>{}</tool_call>", "<tool_call>[1, 2]", "a <tool_call",
-     '<tool_call>{"nam', '<tool_call>{"arguments": {"a": 1}}</tool_call>', "</tool_call> alone"],
+    ["<tool_call> no call </tool_call> text", "<tool_call>{}</tool_call>", "<tool_call>[1, 2]",
+     "a <tool_call", '<tool_call>{"nam', "</tool_call> alone",
+     '<tool_call>{"arguments": {"a": 1}}</tool_call>'],
 )  # fmt: skip
 def test_what_is_no_call_is_content_word_for_word(text: str):
     assert every_cut("hermes", text) == [Content(text)]
@@ -238,16 +241,18 @@ def test_an_answer_in_json_is_no_call():
 
 def test_gemma_keys_and_words():
     text = '<|tool_call>call:f{<|"|>a b<|"|>:1,"c":"d",e:word,x-y.z: true }call:g{}<tool_call|>'
-    assert calls(every_cut("gemma4", text)) == [("f", '{"a b":1,"c":"d","e":"word","x-y.z":true}'), ("g", "{}")]
+    assert calls(every_cut("gemma4", text)) == [
+        ("f", '{"a b":1,"c":"d","e":"word","x-y.z":true}'),
+        ("g", "{}"),
+    ]
 
 
 def test_python_literals_become_json():
-    text = r"""[f(a='it''s' , b="q\"\x41\u00fc\n", c=(1), d={'k': [True, None, -1.5e3]}, e=007)]"""
-    found = calls(events(parser(None, "pythonic"), [text]))
-    assert found[0][0] == "f"
     text = r"""[f(a='it\'s', b="q\"\x41\u00fc\n", d={'k': [True, None, -1.5e3]}, e=Red)]"""
     ((_, arguments),) = calls(every_cut("pythonic", text))
-    assert json.loads(arguments) == {"a": "it's", "b": 'q"Aü\n', "d": {"k": [True, None, -1500.0]}, "e": "Red"}
+    assert json.loads(arguments) == {
+        "a": "it's", "b": 'q"Aü\n', "d": {"k": [True, None, -1500.0]}, "e": "Red"
+    }  # fmt: skip
 
 
 def test_ids_are_unique_and_mistral_s_have_nine_characters():
@@ -255,4 +260,7 @@ def test_ids_are_unique_and_mistral_s_have_nine_characters():
         made = parser(None, name)
         ids = [one.id for one in made.push(SPELL[name](THREE)) if isinstance(one, CallStart)]
         assert len(set(ids)) == 3
-        assert all(len(one) == 9 and one.isalnum() if name == "mistral" else one.startswith("call_") for one in ids)
+        if name == "mistral":
+            assert all(len(one) == 9 and one.isalnum() for one in ids)
+        else:
+            assert all(one.startswith("call_") for one in ids)
