@@ -161,7 +161,7 @@ def _with_id(item: Item) -> str:
     if item.id is None:
         made = new_id(_ID_PREFIX.get(item.type, "msg")).replace("-", "_")
         item = item.model_copy(update={"id": made})
-    return item.model_dump_json(exclude_none=True, by_alias=True)
+    return item.model_dump_json(exclude_none=True)
 
 
 async def _frames(state: ServerState, responses: Responses, run: ResponseRun) -> AsyncGenerator[bytes]:

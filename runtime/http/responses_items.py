@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     Discriminator,
@@ -45,7 +46,7 @@ _TEXT_KINDS = ("input_text", "output_text", "text")
 
 
 def _part_kind(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if kind == "refusal":
         return "#refusal"
     return "#text" if not isinstance(kind, str) or kind in _TEXT_KINDS else "#unknown"
@@ -104,7 +105,7 @@ class FunctionCallItem(BaseModel):
     status: Status | None = None
     caller: dict[str, Any] | None = None  # Any: not looked at
     namespace: None = None
-    async_: bool | None = Field(None, alias="async")
+    async_: bool | None = Field(None, validation_alias=AliasChoices("async", "async_"), exclude=True)
 
 
 class CallOutputItem(BaseModel):

@@ -62,7 +62,7 @@ class ToolChoice(BaseModel):
 
 
 def _word_or_choice(value: object) -> str | None:
-    return "#word" if isinstance(value, str) else "#choice" if isinstance(value, dict) else None
+    return "#word" if isinstance(value, str) else "#choice" if isinstance(value, dict | ToolChoice) else None
 
 
 class Reasoning(BaseModel):

@@ -1,0 +1,216 @@
+"""Tools and thoughts with the official clients of the Responses and Messages APIs, streamed as whole."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from tests.support.fake_engine import Script, say
+from tests.support.serving import Served, serving
+from tests.support.toy_text import CHATML, front_end, tokenizer
+
+TEMPLATE = (
+    "{%- if tools %}{% for t in tools %}<tools>{{ t | tojson }}</tools>{% endfor %}{% endif %}"
+    "{%- for m in messages if m.reasoning_content %}[{{ m.reasoning_content }}]{% endfor %}"
+    + CHATML
+    + "{% if enable_thinking %}<think>\n{% endif %}{# <tool_call> #}"
+)
+ARGUMENTS = {"city": "Köln 😀", "days": 3}
+ANSWER = (
+    "<think>\nhm 😀\n</think>\n\nLet me look."
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+RESPONSES_TOOLS: list[Any] = [
+    {"type": "function", "name": "get_weather", "description": "d", "parameters": SCHEMA, "strict": None},
+    {"type": "function", "name": "now", "parameters": None, "strict": None},
+]
+MESSAGES_TOOLS: list[Any] = [
+    {"name": "get_weather", "description": "d", "input_schema": SCHEMA},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
+
+
+def writes(text: str) -> Script:
+    return say(tokenizer().encode(text, add_special_tokens=False).ids, stop_id=1)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    text = front_end(template=TEMPLATE)
+    async with serving(writes(ANSWER), text=text, window=2000, api_key="secret") as running:
+        yield running
+
+
+@pytest.fixture
+async def openai(served: Served) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(api_key="secret", base_url=f"{served.url}/v1", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+async def anthropic(served: Served) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(api_key="secret", base_url=served.url, max_retries=0) as made:
+        yield made
+
+
+def prompt_of(served: Served) -> str:
+    return tokenizer().decode(list(served.engine.requests[-1].prompt_token_ids), skip_special_tokens=False)
+
+
+async def test_a_response_has_thoughts_text_and_calls_streamed_as_whole(openai: AsyncOpenAI, served: Served):
+    asked = {"model": "toy", "input": "Hello", "tools": RESPONSES_TOOLS}
+    made = await openai.responses.create(**asked)
+    thought, _, weather, now = made.output
+    assert thought.content[0].text.strip() == "hm 😀"
+    assert made.output_text == "Let me look."
+    assert (weather.name, json.loads(weather.arguments)) == ("get_weather", ARGUMENTS)
+    assert (now.name, now.arguments) == ("now", "{}")
+    assert made.status == "completed"
+    assert '"name": "get_weather"' in prompt_of(served)
+    stream = await openai.responses.create(**asked, stream=True)
+    events = [event async for event in stream]
+    final = events[-1].response
+    assert [without_ids(item) for item in final.output] == [without_ids(item) for item in made.output]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.completed",
+    ]
+    for item, at in zip(final.output, range(4), strict=True):
+        own = [event for event in events if getattr(event, "output_index", None) == at]
+        assert own[0].type == "response.output_item.added"
+        assert own[-1].type == "response.output_item.done"
+        assert own[-1].item == item
+        deltas = "".join(event.delta for event in own if event.type.endswith(".delta"))
+        assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+
+
+def without_ids(item: Any) -> dict[str, Any]:
+    return item.model_dump(exclude={"id", "call_id"})
+
+
+async def test_the_stream_helper_of_responses_takes_calls(openai: AsyncOpenAI):
+    async with openai.responses.stream(model="toy", input="Hello", tools=RESPONSES_TOOLS) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_response()
+    assert [item.name for item in final.output if item.type == "function_call"] == ["get_weather", "now"]
+
+
+async def test_results_of_calls_go_back_by_id_and_as_items(openai: AsyncOpenAI, served: Served):
+    first = await openai.responses.create(model="toy", input="Hello", tools=RESPONSES_TOOLS)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": f"{item.name} is fine"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    asked = {"model": "toy", "tools": RESPONSES_TOOLS}
+    await openai.responses.create(**asked, input=results, previous_response_id=first.id)
+    by_id = prompt_of(served)
+    assert "[hm 😀" in by_id
+    assert by_id.count("<|im_start|>assistant") == 2  # thoughts, text and calls are one turn
+    assert '<tool_call>{"city": "Köln 😀", "days": 3}</tool_call><tool_call>{}</tool_call>' in by_id
+    assert "<|im_start|>tool\nget_weather is fine<|im_end|>\n<|im_start|>tool\nnow is fine<|im_end|>" in by_id
+    sent = [{"role": "user", "content": "Hello"}, *(item.model_dump() for item in first.output), *results]
+    await openai.responses.create(**asked, input=sent)
+    assert prompt_of(served) == by_id
+
+
+async def test_one_call_and_allowed_tools(openai: AsyncOpenAI, served: Served):
+    one = await openai.responses.create(
+        model="toy", input="Hello", tools=RESPONSES_TOOLS, parallel_tool_calls=False
+    )
+    assert [item.name for item in one.output if item.type == "function_call"] == ["get_weather"]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+    made = await openai.responses.create(
+        model="toy", input="Hello", tools=RESPONSES_TOOLS, tool_choice=allowed
+    )
+    assert made.tool_choice.type == "allowed_tools"
+    assert "get_weather" not in prompt_of(served)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_message_has_thoughts_text_and_calls(
+    anthropic: AsyncAnthropic, served: Served, streamed: bool
+):
+    asked = {"model": "toy", "max_tokens": 999, "messages": [{"role": "user", "content": "Hello"}]}
+    if streamed:
+        async with anthropic.messages.stream(**asked, tools=MESSAGES_TOOLS) as stream:
+            made = await stream.get_final_message()
+    else:
+        made = await anthropic.messages.create(**asked, tools=MESSAGES_TOOLS)
+    thought, text, weather, now = made.content
+    assert (thought.type, thought.thinking.strip()) == ("thinking", "hm 😀")
+    assert text.text == "Let me look."
+    assert (weather.name, weather.input) == ("get_weather", ARGUMENTS)
+    assert (now.name, now.input) == ("now", {})
+    assert made.stop_reason == "tool_use"
+    results = [
+        {"type": "tool_result", "tool_use_id": weather.id, "content": [{"type": "text", "text": "warm"}]},
+        {"type": "tool_result", "tool_use_id": now.id, "content": "noon"},
+        {"type": "text", "text": "So?"},
+    ]
+    more = [*asked["messages"], {"role": "assistant", "content": made.content}]
+    more.append({"role": "user", "content": results})
+    await anthropic.messages.create(**{**asked, "messages": more}, tools=MESSAGES_TOOLS)
+    prompt = prompt_of(served)
+    assert "[hm 😀" in prompt
+    assert (
+        'Let me look.<tool_call>{"city": "Köln 😀", "days": 3}</tool_call><tool_call>{}</tool_call>' in prompt
+    )
+    assert prompt.endswith(
+        "<|im_start|>tool\nwarm<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>\n"
+        "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_thinking_is_switched_by_the_request(anthropic: AsyncAnthropic, served: Served):
+    asked = {"model": "toy", "max_tokens": 999, "messages": [{"role": "user", "content": "Hello"}]}
+    await anthropic.messages.create(**asked, extra_body={"thinking": {"type": "enabled"}})
+    assert prompt_of(served).endswith("<think>\n")
+    await anthropic.messages.create(**asked, thinking={"type": "disabled"})
+    assert prompt_of(served).endswith("assistant\n")
+    await anthropic.messages.create(**asked, output_config={"effort": "high"})
+    assert prompt_of(served).endswith("<think>\n")
+
+
+async def test_choices_of_tools_reach_the_answer(anthropic: AsyncAnthropic, served: Served):
+    asked = {"model": "toy", "max_tokens": 999, "messages": [{"role": "user", "content": "Hello"}]}
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    one = await anthropic.messages.create(**asked, tools=MESSAGES_TOOLS, tool_choice=choice)
+    assert [block.name for block in one.content if block.type == "tool_use"] == ["get_weather"]
+    none = await anthropic.messages.create(**asked, tools=MESSAGES_TOOLS, tool_choice={"type": "none"})
+    assert [block.type for block in none.content] == ["thinking", "text"]
+    assert none.stop_reason == "end_turn"
+
+
+async def test_a_call_that_is_cut_short_says_so(
+    openai: AsyncOpenAI, anthropic: AsyncAnthropic, served: Served
+):
+    limit = len(tokenizer().encode(ANSWER, add_special_tokens=False).ids) - 90
+    made = await openai.responses.create(
+        model="toy", input="Hello", tools=RESPONSES_TOOLS, max_output_tokens=limit
+    )
+    call = made.output[-1]
+    assert (made.status, call.type, call.status) == ("incomplete", "function_call", "incomplete")
+    message = await anthropic.messages.create(
+        model="toy", max_tokens=limit, messages=[{"role": "user", "content": "Hello"}], tools=MESSAGES_TOOLS
+    )
+    assert (message.stop_reason, message.content[-1].type) == ("max_tokens", "tool_use")
