@@ -17,19 +17,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from ostinato import log as logs
-from ostinato.errors import ConfigError
+from ostinato.errors import ConfigError, InvalidRequest
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, read_settings
 from ostinato.runtime.file_hash import hashes_ahead
 from ostinato.runtime.llm_arguments import (
     Message,
+    check_template,
+    check_truncation,
     read_conversation,
     read_conversations,
+    read_documents,
     read_prompt,
     read_prompts,
     read_template_kwargs,
 )
-from ostinato.runtime.llm_session import Input, Session
+from ostinato.runtime.llm_session import Job, Session
 from ostinato.runtime.messages import EngineInfo, EngineState, EngineStats, SamplingParams
 from ostinato.runtime.openmp_spin import shorten_spin
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
@@ -154,18 +157,29 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts (text, token ids or an array of them) together; one output each, in order.
 
         `sampling`: one for all or one per prompt; None: the model's own defaults. With `n` > 1 and a seed,
-        answer i uses seed + i. `progress`: a bar on stderr; None: when that is a terminal.
+        answer i uses seed + i. `truncate_prompt_tokens`: use the last so many tokens of each prompt, -1: as
+        many as leave room for max_tokens. `priority`: lower runs first. `cache_salt`: prefixes are shared
+        only among equal ones. `progress`: a bar on stderr; None: when that is a terminal.
         A request that fails alone ends with finish_reason `error`. Raises InvalidRequest or ContextTooLong
         before anything runs; EngineDead.
         """
-        self._session.check_open()
+        session = self._session
+        session.check_open()
+        check_truncation(truncate_prompt_tokens)
+        given = read_prompts(prompts)
+        several = session.sampling(sampling, len(given))
+        kept = session.kept(truncate_prompt_tokens, several)
+        inputs = [session.encode(one, most) for one, most in zip(given, kept, strict=True)]
         return self._answer(
-            [self._session.encode(one) for one in read_prompts(prompts)], sampling, n, progress
+            session.jobs(inputs, several, n, priority=priority, cache_salt=cache_salt), progress
         )
 
     def chat(
@@ -175,20 +189,47 @@ class LLM:
         *,
         n: int = 1,
         progress: bool | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of `{"role": ..., "content": ...}`) or several; see `generate`."""
-        self._session.check_open()
-        inputs = [
-            self._session.render(
-                one,
-                add_generation_prompt=add_generation_prompt,
-                template_kwargs=read_template_kwargs(template_kwargs),
+        """Answer one conversation (a list of `{"role": ..., "content": ...}`) or several; see `generate`.
+
+        `add_generation_prompt`: None means yes, unless `continue_final_message`: then the answer goes on
+        where the last message ends. `chat_template` takes the place of the model's: run only programs that
+        you trust.
+        """
+        session = self._session
+        session.check_open()
+        check_truncation(truncate_prompt_tokens)
+        check_template(chat_template)
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message: contradicts add_generation_prompt=True; give one of them",
+                param="continue_final_message",
             )
-            for one in read_conversations(messages)
+        given = read_conversations(messages)
+        several = session.sampling(sampling, len(given))
+        inputs = [
+            session.render(
+                one,
+                kept=most,
+                add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                template_kwargs=read_template_kwargs(template_kwargs),
+                documents=read_documents(documents),
+            )
+            for one, most in zip(given, session.kept(truncate_prompt_tokens, several), strict=True)
         ]
-        return self._answer(inputs, sampling, n, progress)
+        return self._answer(
+            session.jobs(inputs, several, n, priority=priority, cache_salt=cache_salt), progress
+        )
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None
@@ -206,21 +247,14 @@ class LLM:
             if is_chat
             else session.encode(read_prompt(prompt, "prompt"))
         )
-        (job,) = session.jobs([given], sampling, 1)
+        (job,) = session.jobs([given], session.sampling(sampling, 1), 1)
         async for piece in session.pieces(job.requests[0]):
             yield piece
 
-    def _answer(
-        self,
-        inputs: list[Input],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        n: int,
-        progress: bool | None,
-    ) -> list[RequestOutput]:
-        jobs = self._session.jobs(inputs, sampling, n)
+    def _answer(self, jobs: list[Job], progress: bool | None) -> list[RequestOutput]:
         from ostinato.runtime.progress import generate_progress
 
-        with generate_progress(len(jobs) * n, show=progress) as advance:
+        with generate_progress(sum(len(job.requests) for job in jobs), show=progress) as advance:
             return self._session.run(self._session.answer_all(jobs, advance))
 
 

@@ -99,6 +99,51 @@ def read_template_kwargs(template_kwargs: object) -> dict[str, object] | None:
     return dict(template_kwargs)
 
 
+def check_truncation(tokens: object) -> None:
+    """`truncate_prompt_tokens`."""
+    if tokens is None or (
+        isinstance(tokens, int) and not isinstance(tokens, bool) and (tokens == -1 or tokens > 0)
+    ):
+        return
+    raise InvalidRequest(
+        f"truncate_prompt_tokens: got {_shown(tokens)}; give how many tokens at the end of each prompt to "
+        "keep, -1 for as many as leave room for max_tokens, or None",
+        param="truncate_prompt_tokens",
+    )
+
+
+def read_documents(documents: object) -> list[dict[str, object]] | None:
+    """Documents for the chat template."""
+    if documents is None:
+        return None
+    if not _is_sequence(documents) or not all(isinstance(one, Mapping) for one in documents):
+        raise InvalidRequest(
+            f"documents: got {_shown(documents)}; give a list of dicts, as in "
+            '[{"title": "...", "text": "..."}]',
+            param="documents",
+        )
+    return [dict(one) for one in cast(Sequence[Mapping[str, object]], documents)]
+
+
+def check_template(chat_template: object) -> None:
+    """A chat template in place of the model's."""
+    if not isinstance(chat_template, str | None):
+        raise InvalidRequest(
+            f"chat_template: got {_shown(chat_template)}; give the text of a Jinja template, or None",
+            param="chat_template",
+        )
+
+
+def check_queueing(priority: object, cache_salt: object) -> None:
+    """What orders requests, and what separates their prefixes."""
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise InvalidRequest(
+            f"priority: got {_shown(priority)}; give an int, lower runs first", param="priority"
+        )
+    if not isinstance(cache_salt, str):
+        raise InvalidRequest(f"cache_salt: got {_shown(cache_salt)}; give a str", param="cache_salt")
+
+
 def check_n(n: object) -> None:
     """Answers per prompt."""
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:

@@ -12,11 +12,13 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ostinato.errors import EngineDead
+from ostinato.runtime.bad_words import with_word_ids
 from ostinato.runtime.choice_output import ChoiceOutput, Delta
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.llm_arguments import check_n, checked_text, read_sampling
+from ostinato.runtime.llm_arguments import check_n, check_queueing, checked_text, read_sampling
 from ostinato.runtime.messages import FinishReason, GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
+from ostinato.runtime.prompt_room import kept_tokens
 from ostinato.runtime.request_check import check_request
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 from ostinato.runtime.text import TextFrontEnd
@@ -88,18 +90,27 @@ class Session:
         self._thread.join()
         self._loop.close()
 
-    def encode(self, prompt: str | tuple[int, ...]) -> Input:
-        """An input from text or token ids. ContextTooLong for text that leaves no room for an answer."""
+    def encode(self, prompt: str | tuple[int, ...], kept: int | None = None) -> Input:
+        """An input from text or token ids, of which the last `kept` are used.
+
+        ContextTooLong for text that leaves no room for an answer.
+        """
         if not isinstance(prompt, str):
-            return Input(None, prompt)
+            return Input(None, prompt if kept is None else prompt[-kept:])
         if not prompt:
             return Input(prompt, ())
+        if kept is not None:
+            return Input(prompt, tuple(self.text.encode(prompt)[-kept:]))
         return Input(prompt, tuple(self.text.encode_within(self._window, prompt, param="prompt")))
 
-    def render(self, messages: Sequence[Mapping[str, object]], **template: Any) -> Input:
-        """An input from a conversation, through the model's chat template."""
+    def render(
+        self, messages: Sequence[Mapping[str, object]], *, kept: int | None = None, **template: Any
+    ) -> Input:
+        """An input from a conversation, through a chat template; `kept` as in `encode`."""
         text = self.text.render_chat([dict(message) for message in messages], **template)
         checked_text(text, "messages", "messages, rendered by the chat template")
+        if kept is not None:
+            return Input(text, tuple(self.text.encode(text, add_special_tokens=False)[-kept:]))
         ids = self.text.encode_within(self._window, text, param="messages", add_special_tokens=False)
         return Input(text, tuple(ids))
 
@@ -107,15 +118,38 @@ class Session:
     def _window(self) -> int:
         return self.client.info.max_model_len
 
+    def sampling(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+    ) -> Sequence[SamplingParams]:
+        """One for each prompt; None: the model's own defaults."""
+        if given is None:
+            given = SamplingParams(**self.text.defaults.model_dump(exclude_none=True))
+        return read_sampling(given, prompts)
+
+    def kept(self, truncate: int | None, several: Sequence[SamplingParams]) -> list[int | None]:
+        """How many tokens of each prompt are used."""
+        return [kept_tokens(truncate, one.max_tokens, self._window) for one in several]
+
     def jobs(
-        self, inputs: Sequence[Input], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int
+        self,
+        inputs: Sequence[Input],
+        several: Sequence[SamplingParams],
+        n: int,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[Job]:
         """Jobs whose requests are all known to be valid. Raises InvalidRequest or ContextTooLong."""
         check_n(n)
-        if sampling is None:
-            sampling = SamplingParams(**self.text.defaults.model_dump(exclude_none=True))
-        several = read_sampling(sampling, len(inputs))
-        return [self._job(one, params, n) for one, params in zip(inputs, several, strict=True)]
+        check_queueing(priority, cache_salt)
+        template = GenerateRequest(
+            request_id="",
+            prompt_token_ids=(),
+            sampling=SamplingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return [self._job(one, params, n, template) for one, params in zip(inputs, several, strict=True)]
 
     async def answer_all(
         self, jobs: Sequence[Job], advance: Callable[[int, int], None]
@@ -165,14 +199,17 @@ class Session:
         finally:
             pumping.cancel()
 
-    def _job(self, one: Input, params: SamplingParams, n: int) -> Job:
+    def _job(self, one: Input, params: SamplingParams, n: int, template: GenerateRequest) -> Job:
+        params = with_word_ids(self.text, params)
         name = f"llm-{next(self._numbers)}"
         seeds = [None if params.seed is None else (params.seed + which) % 2**63 for which in range(n)]
         requests = tuple(
-            GenerateRequest(
-                request_id=f"{name}-{which}",
-                prompt_token_ids=one.token_ids,
-                sampling=params.model_copy(update={"seed": seed}),
+            template.model_copy(
+                update={
+                    "request_id": f"{name}-{which}",
+                    "prompt_token_ids": one.token_ids,
+                    "sampling": params.model_copy(update={"seed": seed}),
+                }
             )
             for which, seed in enumerate(seeds)
         )

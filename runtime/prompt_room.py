@@ -5,6 +5,14 @@ from __future__ import annotations
 from ostinato.errors import ContextTooLong
 
 
+def kept_tokens(asked: int | None, limit: int | None, window: int) -> int | None:
+    """How many tokens at a prompt's end `truncate_prompt_tokens` keeps; None: all, whatever their number.
+
+    -1 keeps as many as leave room for `limit` tokens (None: for one), and at least one.
+    """
+    return max(1, window - (limit or 1)) if asked == -1 else asked
+
+
 def room_left(prompt_tokens: int, window: int, *, param: str, at_least: bool = False) -> int:
     """Tokens that may still be generated after this prompt.
 

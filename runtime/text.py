@@ -45,7 +45,7 @@ class SamplingDefaults(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
 
 
 class TextFrontEnd:
@@ -153,6 +153,7 @@ class TextFrontEnd:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
@@ -160,13 +161,14 @@ class TextFrontEnd:
         """The prompt text of a conversation. InvalidRequest carries what the template objects to.
 
         `continue_final_message`: the text ends where the last message ends, for an answer that goes on there.
+        `chat_template`: in place of the model's; it must be as trusted as a program.
         """
-        if self.chat_template is None:
+        template = self.chat_template if chat_template is None else chat_template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template; send a plain prompt to /v1/completions", param="messages"
             )
         variables = self.template_variables(template_kwargs)
-        template = self.chat_template
 
         def render() -> str:
             return render_conversation(

@@ -27,7 +27,6 @@ from ostinato.runtime.http.request_rules import (
     check_prompt,
     check_template,
     fit,
-    kept_tokens,
     read_request,
     sampling_params,
 )
@@ -35,7 +34,7 @@ from ostinato.runtime.http.request_template import render_request_template
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.output.events import Content
-from ostinato.runtime.prompt_room import room_left
+from ostinato.runtime.prompt_room import kept_tokens, room_left
 from ostinato.runtime.text import TextFrontEnd
 
 
@@ -93,7 +92,7 @@ def chat_prompt_ids(
         prompt = render_request_template(arguments, text.template_timeout_s)
     kept = None
     if window is not None and isinstance(fields, ChatRequest):
-        kept = kept_tokens(fields, fields.token_limit, window)
+        kept = kept_tokens(fields.truncate_prompt_tokens, fields.token_limit, window)
     special = bool(fields.add_special_tokens)
     if window is None:
         return text.encode(prompt, add_special_tokens=special)

@@ -18,13 +18,12 @@ from ostinato.runtime.http.request_rules import (
     answer_id,
     check_prompt,
     fit,
-    kept_tokens,
     read_request,
     sampling_params,
 )
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
-from ostinato.runtime.prompt_room import room_left
+from ostinato.runtime.prompt_room import kept_tokens, room_left
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for this route
 
@@ -75,7 +74,7 @@ async def _prompts(
     state: ServerState, fields: CompletionRequest, limit: int
 ) -> list[tuple[str | None, list[int]]]:
     """Text (None when the client sent ids, or when it was cut) and token ids of each prompt."""
-    kept = kept_tokens(fields, limit, state.engine.info.max_model_len)
+    kept = kept_tokens(fields.truncate_prompt_tokens, limit, state.engine.info.max_model_len)
     prompt, text, info = fields.prompt, state.text, state.engine.info
     special = fields.add_special_tokens is not False
     named = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)

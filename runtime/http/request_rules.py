@@ -93,12 +93,6 @@ def sampling_params(
     return sampling
 
 
-def kept_tokens(fields: SamplingRequest, limit: int | None, window: int) -> int | None:
-    """How many tokens at the end of a prompt are used at most; None: all, whatever their number."""
-    asked = fields.truncate_prompt_tokens
-    return max(1, window - (limit or 1)) if asked == -1 else asked
-
-
 def answer_id(state: ServerState, prefix: str, request_id: str | None) -> str:
     """The id of an answer; InvalidRequest if the client's own is in use."""
     if request_id is None:
