@@ -1,0 +1,189 @@
+"""What fails on a GPU ends what it concerns: a request, a step's requests, or the engine, with the reason."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.errors import EngineDead
+from ostinato.runtime.gpu.gpu_backend import GpuBackend
+from ostinato.runtime.runner import StepShape
+from tests.support.engine_runs import events_of, finish, tokens_of
+from tests.support.no_gpu import TOKEN, HostEngine, NoGpuBackend, NoModel, config, request
+
+
+def backend_of(engine: HostEngine) -> NoGpuBackend:
+    assert isinstance(engine._backend, NoGpuBackend)
+    return engine._backend
+
+
+def fails(error: BaseException) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call
+
+
+def fails_once(call: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    errors = [error]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}, {"prompt_logprobs": 1, "logprobs": 1}])
+def test_a_request_whose_penalties_find_no_memory_ends_alone(
+    params: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HostEngine(NoModel(), config()) as engine:
+        sampler = backend_of(engine)._sampler
+        taken, opened = [], sampler.open
+
+        def open_(name: str, *args: Any) -> int:
+            if name == "unlucky":
+                taken.append(name)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return opened(name, *args)
+
+        monkeypatch.setattr(sampler, "open", open_)
+        engine.inbox.put(
+            request("before", 6, **params),
+            request("unlucky", 6, repetition_penalty=1.5, **params),
+            request("after", 6),
+        )
+        news = finish(engine)
+        assert tokens_of(news, "before") == tokens_of(news, "after") == [TOKEN] * 6
+        (last,) = events_of(news, "unlucky")
+        assert (last.finish_reason, last.token_ids) == ("error", ())
+        assert last.error is not None
+        assert "no memory on cpu for the penalties" in last.error
+        assert "kv.headroom_gib" in last.error
+        assert taken == ["unlucky"], "it was asked for again for the step in flight"
+        engine.check()
+
+
+def test_a_step_that_cannot_be_filled_leaves_the_block_tables_of_later_steps_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with HostEngine(NoModel(), config()) as engine:
+        buffers = backend_of(engine)._buffers
+        engine.inbox.put(*(request(f"r{at}", 40, prompt=20 + at) for at in range(3)))
+        for _ in range(4):
+            engine.step()
+        engine.inbox.put(request("next", 40))
+        monkeypatch.setattr(buffers, "_send_tables", fails_once(buffers._send_tables, RuntimeError("torn")))
+        news = [message for _ in range(40) for message in engine.step()]
+        assert {e.error for e in events_of(news, "next")} == {"the step failed: RuntimeError: torn"}
+        engine.inbox.put(*(request(f"s{at}", 9, prompt=50) for at in range(4)))
+        launched = backend_of(engine).launch
+
+        def launch(plan: Any, *args: Any) -> Any:
+            step = launched(plan, *args)
+            for row, entry in enumerate(plan.entries):
+                assert buffers.tables[row, : len(entry.block_ids)].tolist() == list(entry.block_ids)
+            return step
+
+        monkeypatch.setattr(backend_of(engine), "launch", launch)
+        news = finish(engine)
+        assert tokens_of(news, "s3") == [TOKEN] * 9
+
+
+def test_a_device_that_computes_no_more_ends_the_engine_and_not_only_the_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `T`")
+    with HostEngine(NoModel(), config()) as engine:
+        backend = backend_of(engine)
+        engine.inbox.put(request("r", 40))
+        engine.step()
+        monkeypatch.setattr(backend, "stream", SimpleNamespace(synchronize=fails(error)))
+        monkeypatch.setattr(backend, "check", lambda: GpuBackend.check(backend))
+        monkeypatch.setattr(backend, "launch", fails(error))
+        with pytest.raises(
+            EngineDead, match=r"cpu computes no more \(CUDA .*memory access .*\); start the engine"
+        ):
+            finish(engine)
+        monkeypatch.setattr(backend, "shut", lambda: GpuBackend.shut(backend))
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda _: None)
+    assert engine._memory.is_closed
+
+
+def test_a_step_that_fails_on_a_device_that_goes_on_ends_its_own_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with HostEngine(NoModel(), config()) as engine:
+        backend = backend_of(engine)
+        monkeypatch.setattr(backend, "launch", fails_once(backend.launch, torch.OutOfMemoryError("full")))
+        engine.inbox.put(request("r", 4))
+        (last,) = events_of(finish(engine), "r")
+        assert (last.finish_reason, last.error) == ("error", "the step failed: OutOfMemoryError: full")
+        engine.inbox.put(request("s", 4))
+        assert tokens_of(finish(engine), "s") == [TOKEN] * 4
+
+
+def test_kv_memory_stands_still_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostEngine(NoModel(), config()) as engine:
+        backend, sizer = backend_of(engine), engine._sizer
+        inside: list[bool] = []
+        is_quiet = False
+        paused = sizer._memory.paused
+
+        @contextmanager
+        def watched() -> Any:
+            nonlocal is_quiet
+            with paused() as pool:
+                is_quiet = True
+                yield pool
+                is_quiet = False
+
+        monkeypatch.setattr(sizer._memory, "paused", watched)
+        monkeypatch.setattr(backend, "idle", lambda: inside.append(is_quiet) or len(inside) < 3)
+        engine.inbox.close()
+        engine._rest(Silence())
+        assert inside == [True]  # mail is waiting: no second one
+        while engine._idle():
+            pass
+        assert inside == [True] * 3
+
+
+class Silence:
+    def send(self, messages: object) -> None:
+        """Nobody listens."""
+
+    def idle(self) -> None:
+        """Nobody waits."""
+
+
+def test_an_engine_that_cannot_be_made_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[HostEngine] = []
+
+    class Failing(HostEngine):
+        def _make_backend(self, *_: Any) -> Any:
+            made.append(self)
+            raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Failing(NoModel(), config())
+    assert made[0]._memory.is_closed
+
+
+@pytest.mark.parametrize("shape", [StepShape(1024, 256, 256), StepShape(1024, 1, 1), StepShape(1, 1, 1)])
+def test_inputs_of_a_captured_shape_stay_inside_the_block_tables(shape: StepShape) -> None:
+    """With a window of 64 tokens the long row of the shape has more tokens than its table can name."""
+    with HostEngine(NoModel(), config().model_copy(update={"max_model_len": 64})) as engine:
+        backend = backend_of(engine)
+        backend._prepare(shape)
+        inputs, _ = backend._buffers.inputs(shape)
+        room = inputs.block_tables.shape[1] * backend._buffers.block_tokens
+        assert int(inputs.seq_lens.max()) <= room
+        assert int(inputs.positions.max()) < room
+        assert inputs.query_start.tolist()[-1] == shape.tokens
+        assert set(inputs.slot_mapping.tolist()) == {-1}

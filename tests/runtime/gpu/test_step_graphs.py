@@ -1,0 +1,110 @@
+"""Capturing: what is replayed equals eager bit by bit, and a full device leaves shapes uncaptured."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.runtime.gpu.step_graphs import StepGraphs, bucket_shapes
+from ostinato.runtime.runner import StepShape
+
+SHAPES = [StepShape(1, 1, 1), StepShape(2, 2, 2), StepShape(4, 4, 4)]
+
+
+class FakeGraph:
+    """Replays what was called while it was captured."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def capture_begin(self, **_: Any) -> None:
+        self.is_open = True
+
+    def capture_end(self) -> None:
+        assert self.is_open
+        self.is_open = False
+
+    def replay(self) -> None:
+        """The body has computed its logits already."""
+
+
+class Stream:
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepShape], Tensor]], StepGraphs]:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    return lambda body: StepGraphs(body, lambda _: None, list(SHAPES), Stream())  # type: ignore[arg-type]  # fake
+
+
+def capture_all(graphs: StepGraphs) -> int:
+    while graphs.capture_next():
+        pass
+    return graphs.num_captured
+
+
+def test_logits_that_are_nan_in_both_runs_are_equal(make: Any) -> None:
+    assert capture_all(make(lambda shape: torch.full((shape.logit_rows, 8), torch.nan))) == 3
+
+
+def test_a_shape_whose_replay_differs_is_counted_and_not_used(make: Any) -> None:
+    runs = iter(range(100))
+    graphs = make(lambda shape: torch.full((shape.logit_rows, 8), float(next(runs) * (shape.tokens == 2))))
+    assert capture_all(graphs) == 2
+    assert dict(graphs.eager) == {"self_check": 1}
+
+
+def test_a_device_that_is_full_ends_the_captures_and_keeps_those_that_are_made(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[StepShape] = []
+
+    def body(shape: StepShape) -> Tensor:
+        calls.append(shape)
+        if len(calls) == 4:  # the second shape's capture
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        return torch.zeros(shape.logit_rows, 8)
+
+    graphs = make(body)
+    assert capture_all(graphs) == 1
+    assert not graphs.capture_next()
+    assert "1 others run uncaptured" in caplog.text
+    assert "Tried to allocate)" in caplog.text
+
+
+def test_an_error_inside_a_capture_is_not_hidden_by_the_end_of_the_capture(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    def capture_end(self: FakeGraph) -> None:
+        ended.append(self)
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
+    calls = []
+
+    def body(shape: StepShape) -> Tensor:
+        calls.append(shape)
+        if len(calls) == 2:
+            raise ValueError("a shape that no kernel takes")
+        return torch.zeros(1, 8)
+
+    with pytest.raises(ValueError, match="no kernel takes"):
+        make(body).capture_next()
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100, 256, 300, 4096])
+def test_shapes_end_with_the_most_sequences_and_tell_decode_from_mixed_steps(most: int) -> None:
+    shapes = bucket_shapes(most, 1024)
+    decode = [s for s in shapes if s.tokens == s.sequences]
+    assert max(s.tokens for s in decode) == min(most, 256)
+    assert all(s.sequences <= most for s in shapes)
+    assert len(set(shapes)) == len(shapes)
+    assert bucket_shapes(most, 0) == []
