@@ -5,7 +5,9 @@ RUN := $(VENV)/bin
 CACHE := .cache
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 ARTIFACT := $(CACHE)/SmolLM2-135M-Instruct
+comma := ,
 PORT ?= 8000
+EXTRAS := dev,gguf$(if $(shell command -v nvidia-smi),$(comma)gpu)
 
 
 .PHONY: serve test check bench clean
@@ -27,7 +29,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'installing torch and the other packages into $(VENV); this takes some minutes'
 	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # compile-model finds out by itself whether anything that matters changed; this spares it the asking.

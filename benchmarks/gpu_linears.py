@@ -238,7 +238,7 @@ def write_choices(made: list[dict[str, Any]]) -> None:
     path = tuned_path()
     path.parent.mkdir(exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(choice)}" for choice in made)
-    about = json.dumps(header("gpu_linears"), indent=1)
+    about = json.dumps(header(), indent=1)
     path.write_text(f'{{\n"header": {about},\n"choices": [\n{lines}\n]\n}}\n')
     print(f"written: {path.relative_to(ROOT)}")
 

@@ -60,13 +60,13 @@ def write_record(name: str, rows: Sequence[Row]) -> Path:
         print(f"{row.metric:44} {row.value:>10g} {row.unit:8} n={row.n} spread={row.spread:g}  {against}")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    record = {"header": header(name), "rows": [asdict(row) for row in rows]}
+    record = {"header": header(), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written: {path.relative_to(ROOT)}")
     return path
 
 
-def header(name: str) -> dict[str, str]:
+def header() -> dict[str, str]:
     """What a reader needs to judge or to repeat the figures. Folders of this machine are not named."""
     arguments = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     return {
@@ -77,8 +77,14 @@ def header(name: str) -> dict[str, str]:
         "triton": _version("triton"),
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *arguments]),
+        "command": " ".join(["python", "-m", _module(), *arguments]),
     }
+
+
+def _module() -> str:
+    """The benchmark that runs, as `python -m` knows it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else f"benchmarks.{Path(sys.argv[0]).stem}"
 
 
 def _commit() -> str:

@@ -201,7 +201,18 @@ def read_settings(tree: Mapping[str, Any], *, hint: str) -> EngineConfig:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}={_shown(path, first['input'])}: {first['msg']}; {hint}") from None
+        said = first["msg"]
+        if first["type"] == "extra_forbidden":
+            said = f"no such setting; known here: {', '.join(_names(first['loc'][:-1]))}"
+        raise ConfigError(f"{path}={_shown(path, first['input'])}: {said}; {hint}") from None
+
+
+def _names(path: tuple[int | str, ...]) -> list[str]:
+    """The settings of a section."""
+    section: Any = EngineConfig
+    for name in path:
+        section = section.model_fields[name].annotation
+    return sorted(section.model_fields)
 
 
 def _shown(path: str, given: object) -> str:

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE",
         help="short for --graph.target",
     )
-    add_flags(parser, leave_out=("server", "scheduler", "cpu", "kv", "max_model_len"))  # no effect here
+    add_flags(
+        parser, leave_out=("server", "scheduler", "cpu", "gpu", "kv", "max_model_len")
+    )  # no effect here
 
 
 def run(arguments: argparse.Namespace) -> int:
