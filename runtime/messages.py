@@ -24,7 +24,7 @@ class SamplingParams(Section):
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(0, ge=-1, description="0 and -1: off")
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[int, float] = Field(default_factory=dict, description="token id -> bias, -100 to 100")

@@ -54,6 +54,10 @@ class BodyTimeout(RequestError):
     """The request body did not arrive within `server.body_timeout_s`."""
 
 
+class BodyEncoded(RequestError):
+    """The request body is compressed."""
+
+
 class ConnectionsFull(RequestError):
     """`server.max_connections` are open."""
 
@@ -88,6 +92,7 @@ TABLE: tuple[tuple[type[Exception], Answer], ...] = (
     (BodyTimeout, Answer(408, "invalid_request_error", "body_timeout")),
     (SleepRefused, Answer(409, "conflict_error", "sleep_refused")),
     (BodyTooLarge, Answer(413, "invalid_request_error", "request_too_large")),
+    (BodyEncoded, Answer(415, "invalid_request_error", "unsupported_encoding")),
     (RateLimited, Answer(429, "rate_limit_error", "rate_limited")),
     (Overloaded, Answer(429, "rate_limit_error", "overloaded")),
     (ConnectionsFull, Answer(503, "server_error", "too_many_connections")),

@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -47,6 +48,7 @@ class HttpConnection(web.RequestHandler):
             loop=loop,
             access_log=None,  # type: ignore[arg-type]  # None: write none
             keepalive_timeout=config.keepalive_s,
+            auto_decompress=False,  # request_body.py refuses what is compressed
         )
         self._config = config
         self._connections = connections
@@ -127,6 +129,11 @@ class HttpConnection(web.RequestHandler):
 
     def _unsent_bytes(self) -> int:
         return self.transport.get_write_buffer_size() if self.transport is not None else 0
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:  # Any: as the base class has it
+        """A body that breaks off behind the answer is the client's business."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            log.error(*args, **kwargs)
 
     def handle_error(
         self,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from ostinato.errors import InvalidRequest, Overloaded
-from ostinato.runtime.http.api_errors import BodyTimeout, BodyTooLarge
+from ostinato.runtime.http.api_errors import BodyEncoded, BodyTimeout, BodyTooLarge
 from ostinato.runtime.http.server_state import STATE
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body, decompressed.
+    """The whole body, which must not be compressed: a few bytes could become gigabytes.
 
     Raises BodyTooLarge before more than the limit is kept, declared length or not; BodyTimeout when it does
-    not arrive in time; Overloaded when too many others are on their way.
+    not arrive in time; BodyEncoded; InvalidRequest for broken chunks; Overloaded when too many others are on their way.
     """
+    if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
+        shown = "".join(char if char.isprintable() else "?" for char in encoding[:40])
+        raise BodyEncoded(f"Content-Encoding {shown!r} is not read here; send the body as it is")
     state = request.app[STATE]
     limit, config = request.client_max_size, state.config
     if (request.content_length or 0) > limit:
@@ -41,8 +43,8 @@ async def read_body(request: web.Request) -> bytes:
         raise BodyTimeout(
             f"the request body did not arrive within {config.body_timeout_s:g} s (server.body_timeout_s)"
         ) from None
-    except HttpProcessingError as error:  # broken chunks or compression
-        raise InvalidRequest(f"the request body cannot be read: {error.message}") from None
+    except web.RequestPayloadError:
+        raise InvalidRequest("the request body has broken chunks") from None
     finally:
         state.bodies.give_back(sum(map(len, pieces)))
 

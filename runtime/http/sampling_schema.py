@@ -116,7 +116,7 @@ class SamplingRequest(Wire):
     top_k: Annotated[Whole, Field(ge=-1)] | None = optional("-1 and 0: off", f"{_CONFIG}, else off")
     min_p: float | None = optional("0 to 1", f"{_CONFIG}, else 0", ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = optional(
-        "over 0, to 100; prompt and answer count", f"{_CONFIG}, else 1", gt=0, le=100, allow_inf_nan=False
+        "0.01 to 100; prompt and answer count", f"{_CONFIG}, else 1", ge=0.01, le=100, allow_inf_nan=False
     )
     presence_penalty: float | None = optional(
         "-2 to 2; the answer counts", "0", ge=-2, le=2, allow_inf_nan=False

@@ -13,10 +13,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 import ostinato
-from ostinato.errors import EngineDead
+from ostinato.errors import EngineDead, InvalidRequest
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, ServerConfig
 from ostinato.runtime.http import access_log
@@ -174,6 +174,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     record, status = RequestRecord(request_id), CLIENT_LEFT
     CURRENT.set(record)  # in this request's own task
     try:
+        if request.version not in (HttpVersion10, HttpVersion11):
+            raise InvalidRequest("only HTTP/1.1 and HTTP/1.0 are spoken here")
         response = await handler(request)
         status = response.status
     except ConnectionError:

@@ -29,7 +29,7 @@ class SharedSampling(TemplateFields):
     top_k: Annotated[Whole, Field(ge=-1)] | None = optional(_CHAT, f"{_CONFIG}, else off")
     min_p: float | None = optional(_CHAT, f"{_CONFIG}, else 0", ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = optional(
-        _CHAT, f"{_CONFIG}, else 1", gt=0, le=100, allow_inf_nan=False
+        _CHAT, f"{_CONFIG}, else 1", ge=0.01, le=100, allow_inf_nan=False
     )
     presence_penalty: float | None = optional(_CHAT, "0", ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = optional(_CHAT, "0", ge=-2, le=2, allow_inf_nan=False)

@@ -141,7 +141,7 @@ class Sampler:
                 x_V.masked_fill_(torch.from_numpy(barred_tokens(mask, len(x_V))), -torch.inf)
         best_R, ids_R = x_RV.max(dim=-1)
         tokens: list[int | None] = ids_R.tolist()
-        possible = (best_R > -torch.inf).tolist()
+        possible = best_R.isfinite().tolist()  # not NaN, not barred altogether, not overflowed
         drawn: list[int] = []
         for at, index in enumerate(chunk):
             if not possible[at]:
