@@ -36,7 +36,8 @@ class HostCopy:
                 f"{size >> 20} MiB of host memory: {error.strerror}; sleep at level 2, which keeps no copy"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)  # pinning and copying go page by page
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)  # pinning and copying go page by page
         self.bytes: Tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._pinned = source.is_cuda and self._pin()
         try:

@@ -75,7 +75,7 @@ class CudaCalls:
                 from cuda.bindings import driver
             except ImportError as error:
                 raise VmmError(
-                    f"cuda.bindings cannot be imported ({error}); pip install cuda-python"
+                    f"cuda.bindings cannot be imported ({error}); pip install cuda-bindings"
                 ) from error
             self.api = driver
         api, index = self.api, self.device.index or 0

@@ -51,7 +51,7 @@ class CudaVmm:
         self._mappings: dict[int, _Mappings] = {}  # by base
 
     def unavailable_reason(self) -> str | None:
-        """No GPU, no `cuda-python`, or a device without virtual memory management."""
+        """No GPU, no `cuda-bindings`, or a device without virtual memory management."""
         try:
             self._cuda.open()
         except VmmError as error:

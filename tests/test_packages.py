@@ -1,0 +1,17 @@
+"""An installed copy has every package: pyproject.toml lists them by hand."""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NOT_SHIPPED = {"tests", "benchmarks"}
+
+
+def test_every_folder_of_code_is_a_listed_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = {"ostinato"}
+    for init in ROOT.glob("*/**/__init__.py"):
+        folders = init.parent.relative_to(ROOT).parts
+        if folders[0] not in NOT_SHIPPED and not folders[0].startswith(".") and folders[0] != "build":
+            found.add(".".join(["ostinato", *folders]))
+    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(found)
