@@ -22,16 +22,10 @@ from ostinato.runtime.grammar.structural_tags import read_tags, tags_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions  # a type that exists for checkers only
 
 MAX_KEPT = 128  # compiled grammars
 MAX_KEPT_BYTES = 4 << 20  # of their texts; what is compiled takes about ten times that
-_LIMITS = {
-    "initial_lexer_fuel": 1_000_000,  # about 20 ms
-    "step_lexer_fuel": 200_000,  # about 15 ms a mask
-    "step_max_items": 50_000,  # about 3 ms a mask
-    "max_lexer_states": 20_000,  # 1 to 2 KB each
-    "max_grammar_size": 500_000,
-}
 _MOST_SHOWN = 400  # characters of llguidance's message
 
 
@@ -91,7 +85,14 @@ class GrammarCompiler:
                 "this installation has no structured output; pip install 'ostinato[structured]'"
             ) from None
         tokenizer = self._read_tokenizer()
-        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        limits = LLParserLimits(
+            initial_lexer_fuel=1_000_000,  # about 20 ms
+            step_lexer_fuel=200_000,  # about 15 ms a mask
+            step_max_items=50_000,  # about 3 ms a mask
+            max_lexer_states=20_000,  # 1 to 2 KB each
+            max_grammar_size=500_000,
+            verbose_errors=False,
+        )
         matcher = LLMatcher(tokenizer, self._source(spec), log_level=0, limits=limits)
         if matcher.is_error():
             _refuse(spec, matcher.get_error())
@@ -103,7 +104,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         if spec.kind == "json_schema":
-            options = {
+            options: JsonCompileOptions = {
                 "whitespace_flexible": True,
                 "whitespace_pattern": WHITE_SPACE,
                 "lenient": spec.lenient,

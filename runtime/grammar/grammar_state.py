@@ -3,6 +3,7 @@
 V vocabulary.  A mask is int32 [ceil(V / 32), rounded up to 4]: bit t % 32 of word t // 32 allows token t.
 
 Rules, together with `ignore_eos`, `min_tokens` and stop tokens:
+    - a token that ends answers may also be part of a grammar (gpt-oss' end of a call): it ends the answer;
     - where the grammar may end, EOS and the request's stop tokens are allowed, besides what goes on;
       `min_tokens` bars them as ever, and with ignore_eos EOS is not allowed at all;
     - where nothing can go on, the answer ends with `stop` at once, whatever min_tokens and ignore_eos say:
@@ -66,7 +67,7 @@ class GrammarState:
         self._num_words = min(full_words, -(-vocab_size // 32))
         self._vocab_size = vocab_size
         self._ends = tuple(t for t in eos_token_ids if t < vocab_size)
-        self._never = tuple({*self._ends, *((end_token,) if end_token < vocab_size else ())})
+        self._end_token = (end_token,) if end_token < vocab_size else ()
         self._closing = tuple({*(() if sampling.ignore_eos else self._ends), *sampling.stop_token_ids})
         self._after = sampling.grammar_after
         self._recent: deque[int] = deque(maxlen=max(1, len(self._after)))
@@ -118,7 +119,7 @@ class GrammarState:
         bits: NDArray[np.uint32] = mask.view(np.uint32)
         if tail := self._vocab_size % 32:
             bits[self._vocab_size // 32] &= (1 << tail) - 1
-        _clear(bits, self._never)
+        _clear(bits, self._end_token)  # another EOS is allowed only where the grammar names it
         may_end = self.matcher.is_accepting()
         if not bits.any():
             self.ended = may_end

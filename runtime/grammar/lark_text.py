@@ -55,9 +55,9 @@ def is_token(marker: str, token_id: TokenId | None) -> bool:
     return token_id is not None and token_id(marker) is not None
 
 
-def json_value(schema: Mapping[str, Any] | bool) -> str:
-    """A value that a JSON schema allows."""
-    options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
+def json_value(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
+    """A value that a JSON schema allows; `lenient`: keywords that cannot be enforced are ignored."""
+    options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     body = {"allOf": [schema]} if isinstance(schema, bool) else dict(schema)
     return "%json " + json.dumps({**body, "x-guidance": options}, ensure_ascii=False)
 

@@ -1,0 +1,178 @@
+"""Grammars of tool calls, in the notation of each model family (`runtime/output` reads the same).
+
+    required, named  calls and nothing else; the first token begins one
+    auto             free text in which a call, once begun, is one of the tools; only made when a tool is
+                     strict, for otherwise the model is left alone
+Arguments follow the tool's schema. A strict tool whose schema cannot be enforced is refused; of others what
+cannot be enforced is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.grammar.call_arguments import gemma4_arguments, pythonic_arguments
+from ostinato.runtime.grammar.lark_text import TokenId, is_token, json_value, quoted, sequence, text
+
+
+class CallShape(NamedTuple):
+    """How calls are written: before, calls with `between`, after. A call is: begin NAME middle ARGS end."""
+
+    begin: str
+    middle: str
+    end: str
+    between: str
+    before: str = ""
+    after: str = ""
+    trigger: str = ""  # beginning of a call in free text; empty: calls stand alone
+    bare: str = ""  # without a trigger: the first character of calls, which free text does not begin with
+
+
+_NAMED = '{"name": "'
+_SHAPES: dict[str, CallShape] = {
+    "hermes": CallShape(
+        f"<tool_call>\n{_NAMED}", '", "arguments": ', "}\n</tool_call>", "\n", trigger="<tool_call>"
+    ),
+    "granite": CallShape(
+        _NAMED, '", "arguments": ', "}", ", ", "<|tool_call|>[", "]", trigger="<|tool_call|>"
+    ),
+    "phi": CallShape(_NAMED, '", "arguments": ', "}", ", ", "functools[", "]", trigger="functools["),
+    "mistral": CallShape(
+        _NAMED, '", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", trigger="[TOOL_CALLS]"
+    ),
+    "llama3_json": CallShape(_NAMED, '", "parameters": ', "}", "; ", bare="{"),
+    "pythonic": CallShape("", "(", ")", ", ", "[", "]", bare="["),
+    "gemma4": CallShape("<|tool_call>call:", "", "<tool_call|>", "", trigger="<|tool_call>"),
+    "deepseek_v3": CallShape(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", "\n",
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", trigger="<｜tool▁calls▁begin｜>",
+    ),
+    "gpt_oss": CallShape(
+        "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", "",
+    ),
+}  # fmt: skip
+_MISTRAL_ARGS = CallShape("[TOOL_CALLS]", "[ARGS]", "", "", trigger="[TOOL_CALLS]")
+_PHI_TOKENS = CallShape(
+    _NAMED, '", "arguments": ', "}", ", ", "<|tool_call|>[", "]<|/tool_call|>", trigger="<|tool_call|>"
+)
+FORMATS = tuple(_SHAPES)
+
+
+def tool_call_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, Any],
+    parser_format: str,
+    *,
+    token_id: TokenId,
+    parallel: bool = True,
+) -> str | None:
+    """Lark for `SamplingParams.grammar`; None: nothing is to be enforced.
+
+    `tools` and `choice` as in OpenAI's chat API, `parser_format` a name of `FORMATS`. Without `parallel`
+    there is at most one call. Raises InvalidRequest that names `tools` or `tool_choice`.
+    """
+    if choice == "none" or not tools:
+        return None
+    functions = [tool["function"] for tool in tools]
+    if isinstance(choice, Mapping):
+        wanted = choice.get("function", {}).get("name")
+        functions = [one for one in functions if one["name"] == wanted]
+        if not functions:
+            raise InvalidRequest(f"tool_choice: {wanted!r:.80} is not among the tools", param="tool_choice")
+        parallel = False
+    is_free = choice == "auto"
+    if is_free and not any(one.get("strict") for one in functions):
+        return None
+    shape = _shape(parser_format, token_id)
+    if shape is None:
+        if is_free:
+            raise InvalidRequest(
+                f"tools: strict is not possible with calls written as {parser_format!r}", param="tools"
+            )
+        raise InvalidRequest(
+            f"tool_choice: a call cannot be forced with calls written as {parser_format!r}",
+            param="tool_choice",
+        )
+    rules = _Rules(parser_format, shape, token_id)
+    for at, function in enumerate(functions):
+        rules.add_call(at, function, any_arguments=is_free and not function.get("strict"))
+    return rules.free(parallel) if is_free else rules.forced(parallel)
+
+
+def _shape(parser_format: str, token_id: TokenId) -> CallShape | None:
+    if parser_format == "mistral" and token_id("[ARGS]") is not None:
+        return _MISTRAL_ARGS
+    if parser_format == "phi" and token_id("<|tool_call|>") is not None:
+        return _PHI_TOKENS
+    return _SHAPES.get(parser_format)
+
+
+class _Rules:
+    def __init__(self, parser_format: str, shape: CallShape, token_id: TokenId) -> None:
+        self._format, self._shape, self._token_id = parser_format, shape, token_id
+        self._lines: list[str] = []
+        self._calls: list[str] = []
+        # a call's text is split behind the trigger, which free text ends with
+        self._cut = 0 if shape.before else len(shape.trigger)
+
+    def add_call(self, at: int, function: Mapping[str, Any], *, any_arguments: bool) -> None:
+        shape, name = self._shape, function["name"]
+        schema = None if any_arguments else function.get("parameters")
+        is_strict = bool(function.get("strict"))
+        if self._format in ("gemma4", "pythonic"):
+            make = gemma4_arguments if self._format == "gemma4" else pythonic_arguments
+            arguments, lines = make(schema or {}, f"args_{at}", self._token_id, is_strict=is_strict)
+            self._lines += lines
+        else:
+            arguments = json_value({"type": "object", **(schema or {})}, lenient=not is_strict)
+        head = (shape.begin + name + shape.middle)[self._cut :]
+        self._lines.append(f"call_{at}: {sequence(self._text(head), arguments, self._text(shape.end))}")
+        self._calls.append(f"call_{at}")
+
+    def forced(self, parallel: bool) -> str:
+        """Calls and nothing else."""
+        shape = self._shape
+        if self._format == "gpt_oss":
+            return self._grammar("start: thought* call", *self._harmony())
+        call = sequence(self._text(shape.trigger[: self._cut]), "call")
+        more = f"({sequence(self._text(shape.between), call)})*" if parallel else ""
+        start = sequence(self._text(shape.before), call, more, self._text(shape.after))
+        return self._grammar(f"start: {start}")
+
+    def free(self, parallel: bool) -> str:
+        """Text, and calls in it."""
+        shape = self._shape
+        if self._format == "gpt_oss":
+            answer = sequence(self._text("<|channel|>final<|message|>"), "TEXT")
+            return self._grammar("start: thought* (call | answer)", f"answer: {answer}", *self._harmony())
+        more = f"({sequence(self._text(shape.between), 'call')})*" if parallel else ""
+        if shape.bare:
+            calls = sequence(self._text(shape.before), "call", more, self._text(shape.after))
+            return self._grammar(f"start: {calls} | FREE?", rf"FREE: /[^\{shape.bare}](.|\n)*/")
+        if shape.before:
+            block = sequence(
+                self._text(shape.before[len(shape.trigger) :]), "call", more, self._text(shape.after)
+            )
+        else:
+            block = "call"
+        count = "*" if parallel and not shape.before else "?"
+        start = f"start: block{count} TEXT"
+        if is_token(shape.trigger, self._token_id):
+            lines = [f"block: TEXT {self._text(shape.trigger)} {block}"]
+        else:
+            lines = [f"trigger[lazy]: TEXT {quoted(shape.trigger)}", f"block: trigger {block}"]
+        return self._grammar(start, *lines, r"TEXT: /(.|\n)*/")
+
+    def _harmony(self) -> list[str]:
+        """gpt-oss thinks in messages of their own, and its answer ends with a call."""
+        begin = self._text("<|channel|>analysis<|message|>")
+        end = self._text("<|end|><|start|>assistant")
+        return [f"thought: {sequence(begin, 'TEXT', end)}", r"TEXT: /(.|\n)*/"]
+
+    def _grammar(self, *lines: str) -> str:
+        return "\n".join([*lines, "call: " + " | ".join(self._calls), *self._lines, ""])
+
+    def _text(self, literal: str) -> str:
+        return text(literal, self._token_id)
