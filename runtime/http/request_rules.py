@@ -10,9 +10,11 @@ from pydantic import ValidationError
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.bad_words import with_word_ids
+from ostinato.runtime.grammar.grammar_spec import read_grammar
 from ostinato.runtime.http.answer_parts import new_id
 from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import SamplingRequest, TemplateRequest, Wire
+from ostinato.runtime.http.grammar_schema import grammar_params
 from ostinato.runtime.http.request_body import read_body
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.http.strict_json import parse_object
@@ -87,7 +89,9 @@ def sampling_params(
         logprobs=logprobs,
         logprob_token_ids=tuple(fields.logprob_token_ids or ()),
         prompt_logprobs=fields.prompt_logprobs,
+        **grammar_params(fields),
     )
+    read_grammar(sampling)  # what can be seen without compiling, its size for one
     sampling = with_word_ids(state.text, sampling)
     validate_sampling(sampling, info.vocab_size)
     return sampling

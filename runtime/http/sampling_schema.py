@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from ostinato.runtime.http.wire import STRICT, TokenId, Whole, Wire, optional
+from ostinato.runtime.http.grammar_schema import GrammarRequest
+from ostinato.runtime.http.wire import STRICT, TokenId, Whole, optional
 
 MAX_STOPS = 32
 MAX_LOGIT_BIAS = 1024
@@ -93,7 +94,7 @@ class StreamOptions(BaseModel):
         return self
 
 
-class SamplingRequest(Wire):
+class SamplingRequest(GrammarRequest):
     """What both completion routes take. Ranges are those of `SamplingParams`; a test compares them."""
 
     max_tokens: Annotated[Whole, Field(ge=1)] | None = optional(

@@ -36,7 +36,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "moderation": (),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),

@@ -149,10 +149,7 @@ def test_unsupported_field_passes_when_it_asks_for_nothing_and_is_refused_by_nam
 
 def test_what_asks_for_nothing_is_taken():
     assert refused(CompletionRequest, {**TEXT, "tools": [{"type": "function"}]}).param == "tools"
-    assert (
-        refused(ChatRequest, {**CHAT, "response_format": {"type": "json_object"}}).param == "response_format"
-    )
-    fields = {**TEXT, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "user": "u"}
+    fields = {**TEXT, "tools": [], "tool_choice": "auto", "user": "u"}
     assert CompletionRequest.model_validate(fields) == CompletionRequest.model_validate(TEXT)
 
 

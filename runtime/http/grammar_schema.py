@@ -1,0 +1,187 @@
+"""Fields of a request that say what the answer must look like, and what the engine is told of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.http.wire import STRICT, Wire, optional
+
+MAX_CHOICE_TEXTS = 1024
+
+Schema = dict[str, Any] | bool  # Any: a JSON schema
+ChoiceTexts = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=4096)]],
+    Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
+]
+
+
+class TextFormat(BaseModel):
+    """Anything."""
+
+    model_config = STRICT
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(BaseModel):
+    """Some JSON object."""
+
+    model_config = STRICT
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaSpec(BaseModel):
+    """A schema and how seriously it is meant."""
+
+    model_config = STRICT
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Schema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(BaseModel):
+    """JSON that a schema allows."""
+
+    model_config = STRICT
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaSpec
+
+
+class TagSpec(BaseModel):
+    """One tag."""
+
+    model_config = STRICT
+
+    begin: str
+    json_schema: Schema | None = Field(None, alias="schema")
+    end: str = ""
+
+
+class StructuralTagFormat(BaseModel):
+    """Free text with tags in it."""
+
+    model_config = STRICT
+
+    type: Literal["structural_tag"]
+    structures: Annotated[list[TagSpec], Field(min_length=1, max_length=256, fail_fast=True)]
+    triggers: Annotated[list[str], Field(min_length=1, max_length=256)]
+
+
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+def _format_kind(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"#{kind}" if kind in _FORMATS else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("#text")]
+    | Annotated[JsonObjectFormat, Tag("#json_object")]
+    | Annotated[JsonSchemaFormat, Tag("#json_schema")]
+    | Annotated[StructuralTagFormat, Tag("#structural_tag")],
+    Discriminator(
+        _format_kind,
+        custom_error_type="format_kind",
+        custom_error_message="must be an object of type text, json_object, json_schema or structural_tag",
+    ),
+]
+
+
+class StructuredOutputs(BaseModel):
+    """`structured_outputs`, vLLM's name for one of these."""
+
+    model_config = STRICT
+
+    json_schema: Schema | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: ChoiceTexts | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: StructuralTagFormat | None = None
+
+
+class GrammarRequest(Wire):
+    """One of these may be given."""
+
+    response_format: ResponseFormat | None = optional(
+        "`text`, `json_object`, `json_schema` or `structural_tag`: see *Structured output*",
+        '{"type": "text"}',
+    )
+    structured_outputs: StructuredOutputs | None = optional(
+        "one of `json`, `regex`, `choice`, `grammar`, `json_object`: true, `structural_tag`"
+    )
+    guided_json: Schema | str | None = optional(
+        "a JSON schema, also as text; every keyword must be enforceable"
+    )
+    guided_regex: str | None = optional("the whole answer matches this regular expression")
+    guided_choice: ChoiceTexts | None = optional(f"the answer is one of these, up to {MAX_CHOICE_TEXTS}")
+    guided_grammar: str | None = optional("the answer follows this grammar, Lark or GBNF")
+
+
+def grammar_params(fields: GrammarRequest) -> dict[str, Any]:
+    """What `SamplingParams` is given. InvalidRequest that names the second of two fields, or a schema."""
+    given: list[tuple[str, dict[str, Any]]] = []
+    wanted = fields.response_format
+    if wanted is not None and not isinstance(wanted, TextFormat):
+        dumped = wanted.model_dump(by_alias=True, exclude_none=True)
+        given.append(("response_format", {"response_format": dumped}))
+    outputs = fields.structured_outputs
+    if outputs is not None:
+        given += [(f"structured_outputs.{name}", made) for name, made in _structured(outputs)]
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(fields, f"guided_{name}")
+        if value is not None:
+            given.append((f"guided_{name}", _made(name, value, f"guided_{name}")))
+    if not given:
+        return {}
+    if len(given) > 1:
+        (first, _), (second, _) = given[:2]
+        raise InvalidRequest(f"{second}: contradicts {first}; give one of the two", param=second)
+    (param, values) = given[0]
+    return values if param in values else {**values, "grammar_param": param}
+
+
+def _structured(outputs: StructuredOutputs) -> list[tuple[str, dict[str, Any]]]:
+    given = []
+    if outputs.json_schema is not None:
+        given.append(("json", _made("json", outputs.json_schema, "structured_outputs.json")))
+    for name in ("regex", "choice", "grammar"):
+        value = getattr(outputs, name)
+        if value is not None:
+            given.append((name, _made(name, value, f"structured_outputs.{name}")))
+    if outputs.json_object:
+        given.append(("json_object", {"response_format": {"type": "json_object"}}))
+    if outputs.structural_tag is not None:
+        dumped = outputs.structural_tag.model_dump(by_alias=True, exclude_none=True)
+        given.append(("structural_tag", {"response_format": dumped}))
+    if not given:
+        raise InvalidRequest(
+            "structured_outputs: asks for nothing; give json, regex, choice, grammar, json_object or "
+            "structural_tag",
+            param="structured_outputs",
+        )
+    return given
+
+
+def _made(name: str, value: Any, param: str) -> dict[str, Any]:
+    if name == "choice":
+        return {"choice": tuple(value)}
+    if name != "json":
+        return {name: value}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from None
+    if not isinstance(value, dict | bool):
+        raise InvalidRequest(f"{param}: a JSON schema is an object; got {value!r:.60}", param=param)
+    return {"json_schema": value}
