@@ -268,15 +268,22 @@ def load_artifact(
     if is_gpu:
         from ostinato.runtime.gpu.gpu_model import load_gpu  # needs what only a GPU machine has
 
+        made_for = manifest.options.get("kv.block_tokens")
+        if config is not None and made_for != config.kv.block_tokens:
+            raise ArtifactError(
+                f"{folder}: its kernels are for kv.block_tokens={made_for}, not {config.kv.block_tokens}; "
+                f"serve it with {made_for}, or compile {manifest.source} with {config.kv.block_tokens}"
+            )
         return load_gpu(folder, manifest, torch.device("cuda", torch.cuda.current_device()))
     packed = map_packed(folder / WEIGHTS)
     weights = MappedWeights(packed.memory, str(folder / WEIGHTS), manifest.files[WEIGHTS].digest)
     return LoadedModel(folder, manifest, *bind_files(folder, manifest.plans, packed.tensors), weights)
 
 
-def compile_options(config: EngineConfig) -> dict[str, Any]:
-    """The settings that change what a compile makes, as the manifest keeps them."""
-    return {
+def compile_options(config: EngineConfig, device: str = "cpu") -> dict[str, Any]:
+    """The settings that change what a compile for a device makes, as the manifest keeps them."""
+    of_gpu = {"kv.block_tokens": config.kv.block_tokens} if device == "cuda" else {}
+    return of_gpu | {
         "graph.dtype": config.graph.dtype,
         "graph.target": config.graph.target,
         "passes.off": sorted(config.passes.off),

@@ -108,13 +108,14 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
     """Hash of all that decides what a compile makes: model, settings, our own code, versions, machine."""
     import transformers
 
+    device = chosen_device(config.graph.target)
     parts = {
         "schema": SCHEMA,
         "source": source.fingerprint,
-        "options": compile_options(config),
+        "options": compile_options(config, device.type),
         "code": _code_hash(),
         "versions": [torch.__version__, transformers.__version__],
-        "target": this_target(chosen_device(config.graph.target)).model_dump(),
+        "target": this_target(device).model_dump(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -133,7 +134,8 @@ def _code_hash() -> str:
         "compile_target.py",
     )
     runtime = [package / "runtime" / name for name in names]
-    folders = [path for name in ("graph", "passes", "ops") for path in (package / name).iterdir()]
+    parts = ("graph", "passes", "ops", "runtime/gpu")
+    folders = [path for name in parts for path in (package / name).iterdir()]
     folders += (package / "ops" / "tuned").glob("*.json")
     for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h", ".json")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -294,7 +296,7 @@ class _Compile:
             facts=captured.facts,
             target=machine,
             compiler=compiler,
-            options=compile_options(self._config),
+            options=compile_options(self._config, target.device.type),
             passes=tuple(_record(report) for report in reports),
             proof=proof,
             plans=tuple(plans),

@@ -9,7 +9,13 @@ import torch
 
 from ostinato.errors import ArtifactError, CompileError, ConfigError, ModelError
 from ostinato.ops.step_inputs import StepInputs
-from ostinato.runtime.artifact import LoadedModel, PlanRecord, load_artifact, read_manifest
+from ostinato.runtime.artifact import (
+    LoadedModel,
+    PlanRecord,
+    compile_options,
+    load_artifact,
+    read_manifest,
+)
 from ostinato.runtime.compile import compile_model
 from ostinato.runtime.compile_cache import resolve_artifact
 from ostinato.runtime.config import EngineConfig
@@ -278,3 +284,15 @@ def test_a_config_of_another_size_is_refused_before_anything_is_computed(model, 
     monkeypatch.setattr("ostinato.runtime.compile.capture", lambda *_, **__: pytest.fail("traced"))
     with pytest.raises(ModelError, match="config and weights are of different models"):
         compile_model(wide, tmp_path / "out")
+
+
+def test_kernels_of_a_gpu_fit_one_size_of_block_and_another_is_refused(copy, monkeypatch):
+    here = read_manifest(copy)
+    target = {**here.target.model_dump(), "device": "cuda", "features": ["sm_90"]}
+    edit_manifest(copy, target=target, options={**here.options, "kv.block_tokens": 32})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with pytest.raises(ArtifactError, match=r"kernels are for kv\.block_tokens=32, not 16; serve it with 32"):
+        load_artifact(copy, EngineConfig())
+    assert compile_options(EngineConfig(), "cuda")["kv.block_tokens"] == 16
+    assert "kv.block_tokens" not in compile_options(EngineConfig())
