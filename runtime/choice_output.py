@@ -95,7 +95,8 @@ class ChoiceOutput:
         ids = event.token_ids
         if reason is None and self._scanner is None and not self._lists_tokens and not self._one_call:
             self.num_tokens += len(ids)  # the middle of most answers
-            return _delta(self._read(self._detokenizer.push_all(ids)), parsed=self._parser is not None)
+            text = self._detokenizer.push_all(ids)
+            return Delta(text) if self._parser is None else _delta(self._parser.push(text), parsed=True)
         told: list[Event] = []
         for at, token_id in enumerate(ids):
             self.num_tokens += 1

@@ -107,7 +107,7 @@ class _ByteDetokenizer:
         return self._stripped(text) if self._strip and text else text
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        if self._strip:
+        if len(token_ids) == 1 or self._strip:
             return "".join([self.push(token_id) for token_id in token_ids])
         known, skip = self._token_bytes, self._skip
         return self._utf8.decode(b"".join([known(one) for one in token_ids if one not in skip]))

@@ -16,6 +16,8 @@ from ostinato.runtime.output.events import Event
 
 LOWEST_LOGPROB = -9999.0  # what OpenAI gives for an impossible token; JSON has no minus infinity
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # json.dumps makes one per call
+
 
 def new_id(prefix: str) -> str:
     """`chatcmpl-` and the like."""
@@ -24,7 +26,7 @@ def new_id(prefix: str) -> str:
 
 def dump(value: object) -> str:
     """Compact ASCII JSON: no character in it can end a line for any client."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _encode(value)
 
 
 def finite(logprob: float) -> float:

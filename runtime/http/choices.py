@@ -69,16 +69,15 @@ def make_choices(
     return choices
 
 
-async def run_choices(state: ServerState, choices: list[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
+def run_choices(state: ServerState, choices: list[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
     """Deltas of all choices as they come. Closing it, or one failure, ends all of them in the engine.
 
     Raises what the engine raises, and RequestAborted or EngineError for a choice that ends so.
     """
-    if len(choices) == 1:
-        async with aclosing(_run(state, choices[0])) as deltas:
-            async for item in deltas:
-                yield item
-        return
+    return _run(state, choices[0]) if len(choices) == 1 else _run_together(state, choices)
+
+
+async def _run_together(state: ServerState, choices: list[Choice]) -> AsyncGenerator[tuple[Choice, Delta]]:
     merged: asyncio.Queue[tuple[Choice, Delta] | BaseException | None] = asyncio.Queue()
 
     async def pump(choice: Choice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 
@@ -36,15 +37,19 @@ async def stream_events(
     errors are sent as one event with OpenAI's error object, and the stream ends there, without `[DONE]`.
     """
     response: web.StreamResponse | None = None
+    transport = request.transport
+    begun, last = False, b""
     try:
         async for choice, delta in deltas:
             if response is None:
                 response = await open_stream(request)
             if event := render(choice, delta):
-                await response.write(event)
+                if not (begun and response.chunked and sent_at_once(transport, event)):
+                    await response.write(event)  # the first one takes the headers along
+                begun = True
         if response is None:
             response = await open_stream(request)
-        await response.write(closing() + DONE)
+        last = closing() + DONE
     except ConnectionError:
         raise
     except Exception as error:  # border: the status is sent, so the middleware cannot answer any more
@@ -52,11 +57,22 @@ async def stream_events(
             raise
         if not isinstance(error, EngineError):
             log.exception("error in a stream")
-        await response.write(b"data: " + error_body(error) + b"\n\n")
+        last = b"data: " + error_body(error) + b"\n\n"
     if (watched := connection_of(request)) is not None:
         watched.probe = None  # nothing may follow the last chunk
-    await response.write_eof()
+    await response.write_eof(last)
     return response
+
+
+def sent_at_once(transport: asyncio.Transport | None, event: bytes) -> bool:
+    """Send one chunk past aiohttp, which takes thrice as long; False: nothing was sent, aiohttp must do it.
+
+    Only while nothing waits to be sent, so a slow reader still holds back its own answer and no more.
+    """
+    if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+        return False
+    transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+    return True
 
 
 async def open_stream(request: web.Request) -> web.StreamResponse:
