@@ -19,6 +19,7 @@ COMMANDS = {
         "compile_model",
         "compile a model folder or GGUF file into an artifact (also: compile-model)",
     ),
+    "batch": ("batch", "answer a file of requests in OpenAI's batch format"),
     "bench": ("bench", "measure a server, LLM or a start, or compare two such results"),
     "inspect": ("inspect_artifact", "show what an artifact holds"),
 }
