@@ -118,6 +118,11 @@ class TextFrontEnd:
         """Run `work` on a tokenizer thread, so that a long prompt delays nobody else."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the one token that `token` is."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
     def encode_within(
         self, window: int, text: str, *, param: str, add_special_tokens: bool = True
     ) -> list[int]:

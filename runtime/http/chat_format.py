@@ -7,6 +7,8 @@ from typing import Any
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import ChoiceOutput
+from ostinato.runtime.grammar.grammar_spec import grammar_param, has_grammar
+from ostinato.runtime.grammar.tool_grammar import tool_call_grammar
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.http.tool_schema import ToolRequest, ToolTemplateRequest
 from ostinato.runtime.messages import SamplingParams
@@ -53,10 +55,54 @@ def check_tools(state: ServerState, fields: ToolRequest) -> None:
             "tool_choice none",
             param="tools",
         )
-    if fields.tool_choice not in (None, "auto"):
-        raise InvalidRequest(
-            "tool_choice: only none and auto are supported; a call cannot be forced", param="tool_choice"
-        )
+
+
+def chat_sampling(
+    state: ServerState, fields: ToolRequest, sampling: SamplingParams, prompt_ids: Sequence[int]
+) -> SamplingParams:
+    """`sampling` with the grammar of calls that must be made, or made strictly.
+
+    A grammar, this one or the request's own, holds behind the thoughts that the prompt has begun.
+    InvalidRequest for two grammars at once, and for tools that cannot be enforced.
+    """
+    if (of_calls := _call_grammar(state, fields)) is not None:
+        param, grammar = of_calls
+        if has_grammar(sampling):
+            other = grammar_param(sampling)
+            raise InvalidRequest(
+                f"{other}: contradicts {param}, which gives the answer a grammar of its own; give one of the "
+                "two, or tools that are not strict",
+                param=other,
+            )
+        sampling = sampling.model_copy(update={"grammar": grammar, "grammar_param": param})
+    reasoning = state.formats.reasoning
+    if reasoning is None or not has_grammar(sampling) or sampling.grammar_after:
+        return sampling
+    end = reasoning.end_of(reasoning.begun(prompt_end(state, prompt_ids)))
+    if not end:
+        return sampling
+    ids = state.text.encode(end, add_special_tokens=False)
+    return sampling.model_copy(update={"grammar_after": tuple(ids)})
+
+
+def _call_grammar(state: ServerState, fields: ToolRequest) -> tuple[str, str] | None:
+    """The field that asks for it, and the grammar."""
+    choice = fields.tool_choice or "auto"
+    if not fields.tools or state.formats.tools is None:
+        return None
+    grammar = tool_call_grammar(
+        [tool.model_dump(exclude_none=True) for tool in fields.tools],
+        choice if isinstance(choice, str) else choice.model_dump(),
+        state.formats.tools.name,
+        token_id=state.text.token_id,
+        parallel=fields.parallel_tool_calls is not False,
+    )
+    return None if grammar is None else ("tools" if choice == "auto" else "tool_choice", grammar)
+
+
+def prompt_end(state: ServerState, prompt_ids: Sequence[int]) -> str:
+    """The text with which a prompt ends, special tokens too."""
+    return state.text.codec.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
 
 
 def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:
@@ -68,7 +114,7 @@ def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:
     def make(sampling: SamplingParams, prompt_ids: Sequence[int]) -> ChoiceOutput:
         parser = None
         if formats.reasoning is not None or calls:
-            end = codec.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
+            end = prompt_end(state, prompt_ids)
             parser = formats.parser(calls=calls, tools=fields.tool_names, prompt_end=end)
         return ChoiceOutput(
             codec, sampling, parser, shown_special=state.shown_special if parser else frozenset(),

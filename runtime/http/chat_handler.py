@@ -13,6 +13,7 @@ from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, prompt_records, usage
 from ostinato.runtime.http.api_schema import ChatRequest, TokenizeRequest
 from ostinato.runtime.http.chat_format import (
+    chat_sampling,
     check_tools,
     output_maker,
     template_tools,
@@ -56,6 +57,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
         check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
         sampling = fit(sampling, prompt_ids, window, param="messages")
+        sampling = chat_sampling(state, fields, sampling, prompt_ids)
         return await send_answer(
             request,
             fields,

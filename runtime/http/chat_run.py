@@ -14,7 +14,7 @@ from ostinato.errors import RequestError
 from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import ChatRequest
-from ostinato.runtime.http.chat_format import check_tools, output_maker
+from ostinato.runtime.http.chat_format import chat_sampling, check_tools, output_maker
 from ostinato.runtime.http.chat_handler import chat_prompt_ids
 from ostinato.runtime.http.choices import Choice, make_choices, run_choices
 from ostinato.runtime.http.request_rules import check_prompt, fit, sampling_params
@@ -92,6 +92,7 @@ async def begin_chat(state: ServerState, chat: ChatRequest, request_id: str, nam
     ids = await prompt_ids(state, chat, names)
     with refused_as(names):
         sampling = fit(sampling, ids, state.engine.info.max_model_len, param="messages")
+        sampling = chat_sampling(state, chat, sampling, ids)
     (choice,) = make_choices(
         state,
         request_id,

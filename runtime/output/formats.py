@@ -53,6 +53,10 @@ class ReasoningFormat(OutputFormat):
         end = prompt_end.rstrip()
         return next((start for start in self.starts if end.endswith(start)), "")
 
+    def end_of(self, start: str) -> str:
+        """The marker that ends thoughts begun with `start`; empty for no start."""
+        return ""
+
 
 class ToolFormat(OutputFormat):
     """How a model writes tool calls."""

@@ -23,6 +23,9 @@ class MarkedThoughts(ReasoningFormat):
     def markers(self) -> tuple[str, ...]:
         return (*self.starts, *self.ends, *self.inner)
 
+    def end_of(self, start: str) -> str:
+        return self.ends[self.starts.index(start)] if start else ""
+
     def strays(self, answer: Answer) -> tuple[str, ...]:
         return self.ends if self.is_special or not answer.num_thoughts else ()
 

@@ -133,6 +133,33 @@ async def test_without_parallel_calls_the_answer_ends_behind_the_first():
     assert whole["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_call_that_must_be_made_becomes_a_grammar_behind_the_thoughts(choice: object):
+    async with served(CALL) as server:
+        streamed, whole = await both(server, tool_choice=choice)
+        sampling = server.engine.requests[0].sampling
+        assert (streamed, sampling.grammar_param, sampling.grammar_after) == (whole, "tool_choice", ())
+        assert "get_weather" in (sampling.grammar or "")
+        await both(server, tool_choice=choice, chat_template_kwargs={"enable_thinking": True})
+        after = server.engine.requests[-1].sampling.grammar_after
+        assert server.state.text.decode(after) == "</think>"
+
+
+async def test_strict_tools_become_a_grammar_and_others_do_not():
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    async with served(CALL) as server:
+        await both(server)
+        assert server.engine.requests[-1].sampling.grammar is None
+        await both(server, tools=[strict])
+        sampling = server.engine.requests[-1].sampling
+        assert (sampling.grammar_param, sampling.grammar is None) == ("tools", False)
+        await both(server, tools=[strict], tool_choice="none")
+        assert server.engine.requests[-1].sampling.grammar is None
+        fields = {**ASK, "tools": [strict], "response_format": {"type": "json_object"}}
+        status, body = await server.post(CHAT, fields)
+        assert (status, body["error"]["param"]) == (400, "response_format")
+
+
 async def test_an_answer_cut_in_a_call_ends_with_length():
     async with served(CALL) as server:
         streamed, whole = await both(server, max_tokens=45)
@@ -194,7 +221,6 @@ async def test_logprobs_list_every_token_of_thoughts_and_calls_too():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name"),
