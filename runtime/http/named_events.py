@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ostinato.errors import EngineError
 from ostinato.runtime.http.client_watch import connection_of
-from ostinato.runtime.http.event_stream import open_stream
+from ostinato.runtime.http.event_stream import open_stream, sent_at_once
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,16 @@ async def stream_frames(
     later error is sent as `failed` words it.
     """
     response: web.StreamResponse | None = None
+    transport = request.transport
+    begun, last = False, b""
     try:
         async for some in frames:
             if response is None:
                 response = await open_stream(request)
             if some:
-                await response.write(some)
+                if not (begun and response.chunked and sent_at_once(transport, some)):
+                    await response.write(some)  # the first one takes the headers along
+                begun = True
         if response is None:
             response = await open_stream(request)
     except ConnectionError:
@@ -43,8 +47,8 @@ async def stream_frames(
             raise
         if not isinstance(error, EngineError):
             log.exception("error in a stream")
-        await response.write(failed(error))
+        last = failed(error)
     if (watched := connection_of(request)) is not None:
         watched.probe = None  # nothing may follow the last chunk
-    await response.write_eof()
+    await response.write_eof(last)
     return response
