@@ -179,7 +179,14 @@ class SamplingRequest(GrammarRequest):
         "let the tokenizer add BOS. The chat template writes BOS itself. BOS is never doubled",
         "completions true, chat false",
     )
-    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = optional(
+    truncate_prompt_tokens: (
+        Annotated[
+            Whole,
+            Field(ge=-1),
+            WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}),
+        ]
+        | None
+    ) = optional(
         "1 or more: of a longer prompt the last so many tokens are used (BOS goes with the others). -1: as "
         "many as leave room for `max_tokens`, or for one token. The text is tokenised whole, so its length "
         "is bounded by `server.max_body_mib` alone"

@@ -39,6 +39,7 @@ from ostinato.runtime.http.key_limits import RateLimited
 from ostinato.runtime.http.messages_errors import anthropic_error_body, wants_anthropic
 from ostinato.runtime.http.messages_handler import count_tokens, create_message
 from ostinato.runtime.http.metrics import ServerMetrics
+from ostinato.runtime.http.openapi import DOCUMENT, Document, openapi
 from ostinato.runtime.http.request_record import CURRENT, RequestRecord
 from ostinato.runtime.http.responses_handler import add_response_routes
 from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
@@ -122,6 +123,7 @@ def make_app(
             web.get("/metrics", metrics),
             web.get("/config", show_config),
             web.get("/version", version),
+            web.get("/openapi.json", openapi),
             *(admin_routes() if config.admin_key else ()),
         ]
     )
@@ -129,6 +131,7 @@ def make_app(
     app.on_shutdown.append(drain)
     add_response_routes(app)
     app.on_response_prepare.append(_name_request)
+    app[DOCUMENT] = Document(app)
     return app
 
 

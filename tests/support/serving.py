@@ -11,6 +11,7 @@ from io import BytesIO
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from ostinato.runtime.config import ServerConfig
 from ostinato.runtime.http.serve_app import listen, serve
@@ -31,6 +32,7 @@ class Served:
     http: aiohttp.ClientSession
     stop: asyncio.Event
     task: asyncio.Task[None]
+    app: web.Application
 
     async def post(self, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
         """Status and JSON of one POST."""
@@ -74,7 +76,7 @@ async def serving(
     url = ready.result()
     async with aiohttp.ClientSession() as http:
         try:
-            yield Served(engine, app[STATE], url, http, stop, task)
+            yield Served(engine, app[STATE], url, http, stop, task, app)
         finally:
             if engine.gate is not None:
                 engine.gate.set()

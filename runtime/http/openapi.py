@@ -1,0 +1,208 @@
+"""GET /openapi.json: an OpenAPI 3.1 document of the routes that this server has, made from their schemas.
+
+Which routes there are is read off the application; `ROUTES` says what they take and give. What JSON Schema
+cannot say (rules that concern several fields, the model's vocabulary) is in the descriptions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from aiohttp import web
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import ostinato
+from ostinato.runtime.http import answer_schema as answers
+from ostinato.runtime.http.api_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    KVTargetRequest,
+    SleepRequest,
+    TokenizeRequest,
+    WakeRequest,
+)
+from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
+from ostinato.runtime.http.responses_schema import ResponsesRequest
+from ostinato.runtime.http.server_state import STATE
+from ostinato.runtime.http.wire import Wire
+from ostinato.runtime.messages import EngineState
+
+Json = dict[str, Any]  # Any: JSON
+
+_REF = "#/components/schemas/{model}"
+_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
+class Route(NamedTuple):
+    """What a route takes and gives."""
+
+    answer: type[BaseModel]
+    body: type[Wire] | None = None
+    streams: bool = False
+    body_required: bool = True
+    media: str = "application/json"
+    is_open: bool = False  # needs no key
+
+
+_OBJECT = answers.Anything
+ROUTES: dict[tuple[str, str], Route] = {
+    ("POST", "/v1/chat/completions"): Route(answers.ChatAnswer, ChatRequest, streams=True),
+    ("POST", "/v1/completions"): Route(answers.TextAnswer, CompletionRequest, streams=True),
+    ("POST", "/v1/responses"): Route(_OBJECT, ResponsesRequest, streams=True),
+    ("GET", "/v1/responses/{id}"): Route(_OBJECT, streams=True),
+    ("DELETE", "/v1/responses/{id}"): Route(_OBJECT),
+    ("POST", "/v1/responses/{id}/cancel"): Route(_OBJECT),
+    ("GET", "/v1/responses/{id}/input_items"): Route(_OBJECT),
+    ("POST", "/v1/messages"): Route(_OBJECT, MessagesRequest, streams=True),
+    ("POST", "/v1/messages/count_tokens"): Route(answers.InputTokens, CountRequest),
+    ("GET", "/v1/models"): Route(answers.ModelList),
+    ("GET", "/v1/models/{name}"): Route(answers.ModelCard),
+    ("POST", "/tokenize"): Route(answers.Tokens, TokenizeRequest),
+    ("POST", "/detokenize"): Route(answers.PlainText, DetokenizeRequest),
+    ("GET", "/health"): Route(answers.Health, is_open=True),
+    ("GET", "/metrics"): Route(_OBJECT, media="text/plain", is_open=True),
+    ("GET", "/config"): Route(_OBJECT),
+    ("GET", "/version"): Route(answers.Version, is_open=True),
+    ("GET", "/openapi.json"): Route(_OBJECT),
+    ("POST", "/admin/sleep"): Route(EngineState, SleepRequest),
+    ("POST", "/admin/wake"): Route(EngineState, WakeRequest, body_required=False),
+    ("POST", "/admin/kv"): Route(EngineState, KVTargetRequest),
+}
+
+
+class Document:
+    """The document of one application; made when it is asked for first."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._app = app
+
+    @cached_property
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(document(self._app), ensure_ascii=False)
+
+
+DOCUMENT: web.AppKey[Document] = web.AppKey("ostinato_openapi", Document)
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """This document."""
+    return web.Response(text=request.app[DOCUMENT].text, content_type="application/json")
+
+
+def document(app: web.Application) -> Json:
+    """OpenAPI 3.1 of the application's routes."""
+    state = app[STATE]
+    served = list(_served(app))
+    models: set[type[BaseModel]] = {answers.Error}
+    models |= {route.answer for *_, route in served}
+    models |= {route.body for *_, route in served if route.body is not None}
+    several: list[tuple[type[BaseModel], Any]] = [  # Any: the library's literal
+        (model, "validation") for model in sorted(models, key=lambda one: one.__qualname__)
+    ]
+    refs, definitions = models_json_schema(several, ref_template=_REF)
+    schemas: Json = definitions["$defs"]
+    names = {model: refs[model, mode]["$ref"].rsplit("/", 1)[1] for model, mode in several}
+    for model, name in names.items():
+        if issubclass(model, Wire):
+            schemas[name]["properties"] |= _other_fields(model)
+    has_keys = state.keys.everybody is None
+    paths: Json = {}
+    for method, path, said, route in served:
+        operation = _operation(method, path, said, route, names)
+        if path.startswith("/admin/"):
+            operation["security"] = [{"adminKey": []}]
+        elif has_keys and not route.is_open:
+            operation["security"] = [{"apiKey": []}, {"xApiKey": []}]
+        paths.setdefault(path, {})[method.lower()] = operation
+    bearer = {"type": "http", "scheme": "bearer"}
+    made: Json = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": f"{state.model} by ostinato",
+            "version": ostinato.__version__,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "apiKey": bearer,
+                "xApiKey": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+                "adminKey": bearer,
+            },
+        },
+    }
+    _correct(made)
+    return made
+
+
+def _served(app: web.Application) -> Iterator[tuple[str, str, str, Route]]:
+    """Method, path, first line about the handler, and what we know of it."""
+    for route in app.router.routes():
+        if route.method in ("HEAD", "OPTIONS") or route.resource is None:
+            continue
+        path = re.sub(r"\{(\w+)(?::[^}]*)?\}", r"{\1}", route.resource.canonical)
+        said = (route.handler.__doc__ or "").strip().partition("\n")[0]
+        yield route.method, path, said, ROUTES.get((route.method, path), Route(_OBJECT))
+
+
+def _operation(method: str, path: str, said: str, route: Route, names: dict[type[BaseModel], str]) -> Json:
+    def content(model: type[BaseModel], media: str) -> Json:
+        return {media: {"schema": {"$ref": _REF.format(model=names[model])}}}
+
+    good = {"text/plain": {"schema": {"type": "string"}}} if route.media == "text/plain" else {}
+    good = good or content(route.answer, route.media)
+    if route.streams:
+        good |= {"text/event-stream": {"schema": {"type": "string"}}}
+    failed = content(answers.Error, "application/json")
+    if path == "/health":
+        failed = content(answers.Health, "application/json")
+    operation: Json = {
+        "summary": said,
+        "operationId": re.sub(r"\W+", "_", f"{method} {path}").strip("_").lower(),
+        "responses": {
+            "200": {"description": "the answer", "content": good},
+            "default": {"description": "why there is none", "content": failed},
+        },
+    }
+    if parameters := re.findall(r"\{(\w+)\}", path):
+        text = {"type": "string", "minLength": 1}
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": text} for name in parameters
+        ]
+    if route.body is not None:
+        body = content(route.body, "application/json")
+        operation["requestBody"] = {"required": route.body_required, "content": body}
+    return operation
+
+
+def _other_fields(model: type[Wire]) -> Json:
+    """Fields that a schema does not have and that are accepted all the same."""
+    fields: Json = {name: {"description": "without effect"} for name in sorted(model.ignored)}
+    for name, accepted in sorted(model.unsupported.items()):
+        fields[name] = {"enum": [None, *accepted], "description": "not supported: anything else is refused"}
+    return {name: schema for name, schema in fields.items() if name not in model.model_fields}
+
+
+def _correct(node: object) -> None:
+    """Bounds by the names of JSON Schema; branches of unions may overlap, which `oneOf` forbids."""
+    if isinstance(node, list):
+        for item in node:
+            _correct(item)
+    if not isinstance(node, dict):
+        return
+    for name, proper in _LIMITS.items():
+        if isinstance(node.get(name), int | float) and "type" in node:
+            node[proper] = node.pop(name)
+    if "oneOf" in node:
+        node["anyOf"] = node.pop("oneOf")
+        node.pop("discriminator", None)
+    for item in node.values():
+        _correct(item)
