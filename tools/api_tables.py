@@ -25,6 +25,8 @@ from ostinato.runtime.http.api_schema import (
     StreamOptions,
     TokenizeRequest,
 )
+from ostinato.runtime.http.messages_schema import MessagesRequest
+from ostinato.runtime.http.responses_schema import ResponsesRequest
 from ostinato.runtime.http.wire import IGNORED, UNSUPPORTED, Wire
 
 PAGE = Path(ostinato.__file__).parent / "docs" / "api.md"
@@ -70,6 +72,16 @@ def unsupported_list() -> str:
     return "\n".join(rows) + "\n"
 
 
+def other_fields(schema: type[Wire]) -> str:
+    """Fields that a schema does not have: those without effect, and those that are refused."""
+    refused = []
+    for name, accepted in sorted(schema.unsupported.items()):
+        values = " or ".join(f"`{json.dumps(one)}`" for one in accepted)
+        refused.append(f"`{name}`" + (f" (but for {values})" if values else ""))
+    ignored = ", ".join(f"`{name}`" for name in sorted(schema.ignored))
+    return f"Without effect: {ignored}.\n\nRefused unless null: {', '.join(refused)}.\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "both": lambda: field_table(own_fields(SamplingRequest)),
     "stream_options": lambda: field_table(own_fields(StreamOptions)),
@@ -77,6 +89,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "completions": lambda: field_table(own_fields(CompletionRequest, SamplingRequest)),
     "tokenize": lambda: field_table(own_fields(TokenizeRequest, ChatRequest)),
     "detokenize": lambda: field_table(own_fields(DetokenizeRequest, Wire)),
+    "responses": lambda: field_table(own_fields(ResponsesRequest, Wire)),
+    "responses_others": lambda: other_fields(ResponsesRequest),
+    "messages": lambda: field_table(own_fields(MessagesRequest, Wire)),
+    "messages_others": lambda: other_fields(MessagesRequest),
     "ignored": ignored_list,
     "unsupported": unsupported_list,
 }
