@@ -1,17 +1,27 @@
-"""The GPU engine on a model of real shape: decode steps, prefill, offline throughput.
+"""The GPU engine on models of real shapes: start, captures, decode steps, prefill, offline throughput.
 
-    python -m benchmarks.gpu_engine [--model llama-8b] [--artifact DIR] [--batches 1 8 32 128 256] [--quick]
+    python -m benchmarks.gpu_engine [--models llama-8b smollm2-135m] [--batches 1 8 32 128 256]
+        [--skip start prefill offline graph library] [--folder .cache/bench]
 
-Without an artifact in DIR the model is compiled first, with random weights.  A decode step is measured at a
-context of about 512 tokens, greedy sampling included: as the wall time between steps of the running engine,
-and as the time of its captured graph alone; the baseline is all linear layers of the step through the library
-under one graph.  Offline: 256 requests of 512 tokens in and 256 out, from the first to the last token.
+Models have random weights; an artifact is compiled into the folder unless it is there and up to date.
+- start: a process that imports ostinato, loads the artifact and gives one token, from its start to that
+  token; weights in the page cache.
+- capture: time and memory of the device that all captured shapes take.
+- decode: wall time between steps of the running engine at a context of about 512 tokens, greedy sampling
+  included. Its captured graph alone is replayed on the inputs of the last of these steps, so it reads the
+  same KV; the rest of the wall time is the host's share. The baseline is all linear layers of a step through
+  the library under one graph.
+- prefill of 4096 tokens; offline: 256 requests of 512 tokens in and 256 out, from first to last token.
+One record for each model. All of it takes about four minutes on a fresh machine, two of them for compiling.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +31,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_graphs import captured
 from benchmarks.random_model import SHAPES, RandomSource
-from benchmarks.record import Row, write_record
+from benchmarks.record import ROOT, Row, write_record
 from ostinato import log as logs
 from ostinato.runtime.artifact import load_artifact
 from ostinato.runtime.compile import compile_model
@@ -32,6 +42,10 @@ from ostinato.runtime.gpu.gpu_backend import GpuBackend
 from ostinato.runtime.messages import GenerateRequest, SamplingParams
 
 CONTEXT, STEPS = 512, 48
+SHORT = {"llama-8b": "8b", "smollm2-135m": "smol"}  # in metrics
+BATCHES = {"llama-8b": (1, 8, 32, 128, 256), "smollm2-135m": (1, 32)}
+PARTS = ("start", "prefill", "offline", "graph", "library")
+FROM_VLLM = "vLLM 0.26, another day"
 VLLM = {  # ms per step at context 512, and tok/s; vLLM 0.26 on a machine of this kind, another day
     "decode_ms_b1_bf16": 4.88,
     "decode_ms_b8_bf16": 5.01,
@@ -42,7 +56,16 @@ VLLM = {  # ms per step at context 512, and tok/s; vLLM 0.26 on a machine of thi
     "prefill_ms_4096_bf16": 104.0,
     "smol_decode_ms_b1": 1.74,
     "smol_decode_ms_b32": 2.18,
+    "start_to_first_token_s_8b": 48.0,
+    "capture_s_8b": 5.0,
+    "capture_mib_8b": 0.99 * 1024,
 }
+FIRST_TOKEN = """
+from ostinato import LLM, SamplingParams
+with LLM({path!r}, log_level="ERROR", max_model_len=8192) as llm:
+    out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
+    print("token", out[0].outputs[0].token_ids[0], flush=True)
+"""
 
 
 class Driver:
@@ -85,10 +108,24 @@ class Driver:
         return self.engine.inbox.wait(0)
 
 
-def decode(driver: Driver, batch: int, **sampling: Any) -> list[float]:
-    """Milliseconds of wall time from step to step with `batch` sequences at a context around CONTEXT."""
+def start_rows(folder: Path, short: str) -> list[Row]:
+    """Processes that end with their first token; the first of them only fills the page cache."""
+    samples = []
+    for _ in range(4):
+        command = [sys.executable, "-c", FIRST_TOKEN.format(path=str(folder))]
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            if not process.stdout.readline().startswith("token"):
+                raise SystemExit("the process that should give one token failed")
+            samples.append(time.perf_counter() - began)
+    return [against_vllm(f"start_to_first_token_s_{short}", samples[1:], "s")]
+
+
+def decode(driver: Driver, batch: int, *, alone: bool) -> tuple[list[float], float | None]:
+    """Milliseconds of wall time from step to step with `batch` sequences, and of the last step's graph."""
     for _ in range(batch):
-        driver.submit(CONTEXT - STEPS // 2 - 8, STEPS + 40, **sampling)
+        driver.submit(CONTEXT - STEPS // 2 - 8, STEPS + 40)
     driver.step()
     while driver.step() < batch:
         pass
@@ -102,18 +139,21 @@ def decode(driver: Driver, batch: int, **sampling: Any) -> list[float]:
         if came == batch:
             samples.append((now - began) * 1e3)
         began = now
+    took = graph_ms(driver.engine) if alone else None
     driver.run()
-    return samples
+    return samples, took
 
 
-def graph_ms(backend: GpuBackend, batch: int) -> float | None:
-    """Milliseconds of the captured step alone; its inputs are those of the last step."""
-    graphs = backend._graphs
-    shape = next((s for s in graphs._decode if s.tokens >= batch), None)
-    replay = graphs._captured.get(shape) if shape else None
+def graph_ms(engine: Engine) -> float | None:
+    """Milliseconds of the newest step's graph, replayed on its own inputs, which are still on the device.
+
+    Replayed it computes the same: greedy tokens, and the same KV into the same places.
+    """
+    backend = engine._backend
+    assert isinstance(backend, GpuBackend)
+    replay = backend._graphs.fit(engine._in_flight[-1].plan).replay
     if replay is None:
         return None
-    backend.rehearse_inputs(shape, CONTEXT)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     took = []
     for _ in range(7):
@@ -143,84 +183,106 @@ def library_ms(weights: dict[str, torch.Tensor], batch: int) -> float:
     return statistics.median(took)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="llama-8b", choices=sorted(SHAPES))
-    parser.add_argument("--artifact", type=Path)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128, 256])
-    parser.add_argument("--quick", action="store_true", help="no prefill, no offline run")
-    arguments = parser.parse_args()
-    logs.setup("INFO")
-    folder = arguments.artifact or Path("/tmp") / f"ostinato-{arguments.model}"
-    settings = {"graph": {"target": "cuda"}, "kv": {"prefix_cache": False, "headroom_gib": 4.0}}
-    config = EngineConfig.model_validate(settings)
-    rows: list[Row] = []
-    if not (folder / "manifest.json").exists():
-        began = time.perf_counter()
-        manifest = compile_model(
-            RandomSource(SHAPES[arguments.model], arguments.model, "cuda"), folder, config
+def decode_rows(
+    driver: Driver, batch: int, short: str, weights: dict[str, torch.Tensor], skip: set[str]
+) -> list[Row]:
+    metric = f"decode_ms_b{batch}_bf16" if short == "8b" else f"{short}_decode_ms_b{batch}"
+    samples, alone = decode(driver, batch, alone="graph" not in skip)
+    wall = statistics.median(samples)
+    floor = None if "library" in skip else library_ms(weights, batch)
+    rows = [Row.of(metric, samples, "ms", floor, "all linears through the library, one graph")]
+    if alone is not None:
+        rows.append(Row.of(f"{metric}_graph", [alone], "ms", wall, "the wall step"))
+        rows.append(
+            Row.of(f"{metric}_host_share", [1 - alone / wall], "", None, "none: a share of the wall step")
         )
-        print("compile", round(time.perf_counter() - began, 1), manifest.compile_seconds, manifest.proof)
-        torch.cuda.empty_cache()
-    began = time.perf_counter()
-    model = load_artifact(folder)
-    load_s = time.perf_counter() - began
-    config = config.model_copy(update={"max_model_len": 8192})
-    with Engine(model, config) as engine:
-        ready_s = time.perf_counter() - began
-        print(f"load {load_s:.2f} s, ready {ready_s:.2f} s", flush=True)
-        backend = engine._backend
-        assert isinstance(backend, GpuBackend)
-        while backend.idle():
-            pass
-        print(f"graphs {backend._graphs.num_captured} in {backend._graphs.seconds:.2f} s", flush=True)
-        driver = Driver(engine, model.facts.vocab_size)
-        small = "" if arguments.model == "llama-8b" else "smol_"
-        for batch in arguments.batches:
-            samples = decode(driver, batch)
-            metric = f"decode_ms_b{batch}_bf16" if not small else f"smol_decode_ms_b{batch}"
-            floor = library_ms(model.weights.tensors(), batch)
-            rows.append(Row.of(metric, samples, "ms", floor, "all linears through the library, one graph"))
-            alone = graph_ms(backend, batch)
-            if alone is not None:
-                rows.append(
-                    Row.of(f"{metric}_graph", [alone], "ms", statistics.median(samples), "the wall step")
-                )
-            if metric in VLLM:
-                rows.append(
-                    Row.of(f"{metric}_vs_vllm", samples, "ms", VLLM[metric], "vLLM 0.26, another day")
-                )
-            print(
-                metric, f"{statistics.median(samples):.3f} ms, graph {alone}, library {floor:.3f}", flush=True
-            )
-        if not arguments.quick:
-            rows += heavy(driver)
-        print("eager steps:", dict(backend.eager_steps()), flush=True)
-        engine.check()
-    write_record(f"gpu_engine_{arguments.model.replace('-', '_')}", rows)
+    if metric in VLLM:
+        rows.append(against_vllm(f"{metric}_vs_vllm", samples, "ms", VLLM[metric]))
+    print(f"{metric}: {wall:.3f} ms, graph {alone}, library {floor}", flush=True)
+    return rows
 
 
-def heavy(driver: Driver) -> list[Row]:
-    """Prefill of 4096 tokens, then 256 requests at once."""
-    rows, samples = [], []
+def prefill_rows(driver: Driver, short: str) -> list[Row]:
+    samples = []
     for _ in range(6):
         driver.submit(4096, 1)
         began = time.perf_counter()
         driver.run()
         samples.append((time.perf_counter() - began) * 1e3)
-    prefill = "prefill_ms_4096_bf16"
-    rows.append(Row.of(prefill, samples[1:], "ms", VLLM[prefill], "vLLM 0.26, another day"))
-    print(prefill, [round(s, 2) for s in samples], flush=True)
+    return [
+        against_vllm(
+            "prefill_ms_4096_bf16" if short == "8b" else f"{short}_prefill_ms_4096", samples[1:], "ms"
+        )
+    ]
+
+
+def offline_rows(driver: Driver, short: str) -> list[Row]:
     for _ in range(256):
         driver.submit(512, 256)
     before = driver.tokens
     began = time.perf_counter()
     driver.run()
     rate = (driver.tokens - before) / (time.perf_counter() - began)
-    offline = "offline_tok_s_bf16"
-    rows.append(Row.of(offline, [rate], "tok/s", VLLM[offline], "vLLM 0.26, another day"))
-    print(offline, round(rate), flush=True)
+    return [
+        against_vllm("offline_tok_s_bf16" if short == "8b" else f"{short}_offline_tok_s", [rate], "tok/s")
+    ]
+
+
+def against_vllm(metric: str, samples: list[float], unit: str, theirs: float | None = None) -> Row:
+    baseline = theirs or VLLM.get(metric)
+    print(metric, [round(sample, 3) for sample in samples], flush=True)
+    return Row.of(metric, samples, unit, baseline, FROM_VLLM if baseline else "none measured")
+
+
+def measure(model_name: str, folder: Path, batches: list[int], skip: set[str]) -> list[Row]:
+    """Everything of one model, whose artifact is in `folder` afterwards."""
+    short = SHORT[model_name]
+    settings = {"graph": {"target": "cuda"}, "kv": {"prefix_cache": False, "headroom_gib": 4.0}}
+    config = EngineConfig.model_validate(settings)
+    began = time.perf_counter()
+    manifest = compile_model(RandomSource(SHAPES[model_name], model_name, "cuda"), folder, config)
+    print(f"artifact {time.perf_counter() - began:.1f} s", manifest.compile_seconds, flush=True)
+    torch.cuda.empty_cache()
+    compiled = Row.of(f"compile_kernels_s_{short}", [manifest.compile_seconds["kernels"]], "s", None, "none")
+    rows = [compiled] if "start" in skip else [compiled, *start_rows(folder, short)]
+    model = load_artifact(folder)
+    with Engine(model, config.model_copy(update={"max_model_len": 8192})) as engine:
+        backend = engine._backend
+        assert isinstance(backend, GpuBackend)
+        while engine._idle():
+            pass
+        graphs = backend._graphs
+        rows.append(against_vllm(f"capture_s_{short}", [graphs.seconds], "s"))
+        rows.append(against_vllm(f"capture_mib_{short}", [graphs.bytes / 2**20], "MiB"))
+        driver = Driver(engine, model.facts.vocab_size)
+        for batch in batches:
+            rows += decode_rows(driver, batch, short, model.weights.tensors(), skip)
+        if "prefill" not in skip:
+            rows += prefill_rows(driver, short)
+        if "offline" not in skip:
+            rows += offline_rows(driver, short)
+        print("eager steps:", dict(backend.eager_steps()), flush=True)
+        engine.check()
+    model.close()
     return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--batches", type=int, nargs="*", help="instead of those of each model")
+    parser.add_argument("--skip", nargs="+", default=[], choices=PARTS)
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / ".cache" / "bench", help="of artifacts; they are kept"
+    )
+    arguments = parser.parse_args()
+    logs.setup("INFO")
+    for name in arguments.models:
+        batches = list(BATCHES[name]) if arguments.batches is None else arguments.batches
+        rows = measure(name, arguments.folder / name, batches, set(arguments.skip))
+        write_record(f"gpu_engine_{name.replace('-', '_')}", rows)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -111,19 +111,15 @@ class GpuBackend:
 
     def warm_up(self) -> None:
         """Capture the shapes that are needed first, as `idle`. The first KV block is used, and left zero."""
-        free, _ = torch.cuda.mem_get_info(self._device)
         for plane in self._planes:
             plane[0].normal_()
         self._graphs.capture_hot()
         for plane in self._planes:
             plane[0].zero_()
         self.stream.synchronize()
-        used = free - torch.cuda.mem_get_info(self._device)[0]
+        graphs = self._graphs
         log.info(
-            "captured %d graphs in %.2f s, %d MiB",
-            self._graphs.num_captured,
-            self._graphs.seconds,
-            used >> 20,
+            "captured %d graphs in %.2f s, %d MiB", graphs.num_captured, graphs.seconds, graphs.bytes >> 20
         )
 
     def open(self, request: GenerateRequest, tokens: Sequence[int]) -> None:
@@ -253,12 +249,7 @@ class GpuBackend:
         self._sampler.launch(logits, samples, out.tokens, out.status, self._last_tokens)
         return logits
 
-    def rehearse_inputs(self, shape: StepShape, context: int) -> None:
-        """Put inputs of a shape on the device, with so many tokens of KV before those of the step."""
-        with torch.inference_mode():
-            self._prepare(shape, context)
-
-    def _prepare(self, shape: StepShape, context: int = _CHECK_CONTEXT) -> None:
+    def _prepare(self, shape: StepShape) -> None:
         """Inputs of this shape that write no KV and read block 0: one long row, the others one token each.
 
         The long row may be longer than any sequence of a server: what is past the window sees no keys.
@@ -269,10 +260,12 @@ class GpuBackend:
         stops = np.cumsum(lengths)
         room = self._buffers.tables.shape[1] * self._buffers.block_tokens  # tokens that a table row can name
         host.query_start[0], host.query_start[1:] = 0, stops
-        host.seq_lens[:] = np.minimum(lengths + context, room)
+        host.seq_lens[:] = np.minimum(lengths + _CHECK_CONTEXT, room)
         begins = np.concatenate([[0], stops[:-1]])
         row_of_token = np.repeat(np.arange(shape.sequences), lengths)
-        host.positions[:] = np.minimum(np.arange(shape.tokens) - begins[row_of_token] + context, room - 1)
+        host.positions[:] = np.minimum(
+            np.arange(shape.tokens) - begins[row_of_token] + _CHECK_CONTEXT, room - 1
+        )
         host.token_ids[:] = np.arange(shape.tokens) % self._sampler.vocab_size
         host.slot_mapping[:] = -1
         host.logit_rows[:] = np.resize(stops - 1, shape.logit_rows)

@@ -79,7 +79,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self.eager: Counter[str] = Counter()
         self.replays = 0
-        self.seconds = 0.0
+        self.seconds, self.bytes = 0.0, 0  # that captures took, of time and of the device's memory
 
     def fit(self, plan: Plan) -> Fit:
         """Where a plan runs. That it is not replayed is counted in `eager`, by reason."""
@@ -120,7 +120,7 @@ class StepGraphs:
         if not self._waiting:
             return False
         shape = self._waiting.pop(0)
-        began = time.perf_counter()
+        began, (free, _) = time.perf_counter(), torch.cuda.mem_get_info()
         try:
             replay = self._capture(shape)
         except torch.OutOfMemoryError as error:
@@ -136,6 +136,7 @@ class StepGraphs:
         if replay is not None:
             self._captured[shape] = replay
         self.seconds += time.perf_counter() - began
+        self.bytes += max(0, free - torch.cuda.mem_get_info()[0])
         return True
 
     def clear(self) -> None:

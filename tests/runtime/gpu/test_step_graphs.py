@@ -39,6 +39,8 @@ class Stream:
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepShape], Tensor]], StepGraphs]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    free = iter(range(1000, 0, -10))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 1000))
     return lambda body: StepGraphs(body, lambda _: None, list(SHAPES), Stream())  # type: ignore[arg-type]  # fake
 
 
@@ -49,7 +51,9 @@ def capture_all(graphs: StepGraphs) -> int:
 
 
 def test_logits_that_are_nan_in_both_runs_are_equal(make: Any) -> None:
-    assert capture_all(make(lambda shape: torch.full((shape.logit_rows, 8), torch.nan))) == 3
+    graphs = make(lambda shape: torch.full((shape.logit_rows, 8), torch.nan))
+    assert capture_all(graphs) == 3
+    assert graphs.bytes == 3 * 10
 
 
 def test_a_shape_whose_replay_differs_is_counted_and_not_used(make: Any) -> None:
