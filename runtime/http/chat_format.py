@@ -109,13 +109,14 @@ def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:
     """How the choices of this answer are read."""
     formats, codec = state.formats, state.text.codec
     calls = bool(fields.tools) and fields.tool_choice != "none"
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in fields.tools or ()}
     one_call = calls and fields.parallel_tool_calls is False
 
     def make(sampling: SamplingParams, prompt_ids: Sequence[int]) -> ChoiceOutput:
         parser = None
         if formats.reasoning is not None or calls:
             end = prompt_end(state, prompt_ids)
-            parser = formats.parser(calls=calls, tools=fields.tool_names, prompt_end=end)
+            parser = formats.parser(calls=calls, tools=schemas, prompt_end=end)
         return ChoiceOutput(
             codec, sampling, parser, shown_special=state.shown_special if parser else frozenset(),
             one_call=one_call,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from ostinato.runtime.output.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from ostinato.runtime.output.text_reader import SPACE
@@ -67,6 +67,11 @@ class Answer:
     def knows(self, name: str) -> bool:
         """Whether there is a tool of this name; True when the tools are not known."""
         return self._tools is None or name in self._tools
+
+    def schema_of(self, name: str) -> Mapping[str, object]:
+        """The JSON schema of a tool's arguments; empty if it is not known."""
+        found = self._tools.get(name) if isinstance(self._tools, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
 
     def content(self, text: str) -> None:
         """More content."""

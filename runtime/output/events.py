@@ -6,6 +6,7 @@ The same text gives the same events however it was cut, once neighbours of one k
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -21,7 +22,8 @@ class Reasoning(NamedTuple):
     text: str
 
 
-class CallStart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallStart:
     """A tool call begins. `index` counts the calls of one answer from 0."""
 
     index: int
@@ -29,14 +31,16 @@ class CallStart(NamedTuple):
     name: str
 
 
-class CallArguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallArguments:
     """More of a call's arguments. All pieces joined are the JSON text of an object, if the call is whole."""
 
     index: int
     text: str
 
 
-class CallEnd(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallEnd:
     """The call is complete, or `whole` is false: the text ended, or broke its format, inside it."""
 
     index: int

@@ -7,7 +7,7 @@ import json
 from ostinato.runtime.output.answer import Answer
 from ostinato.runtime.output.call_object import is_name
 from ostinato.runtime.output.formats import ToolFormat
-from ostinato.runtime.output.json_text import escaped, json_string
+from ostinato.runtime.output.json_text import escaped, is_json, json_string
 from ostinato.runtime.output.text_reader import SPACE, Sink, Steps, TextReader
 
 QUOTE = '<|"|>'
@@ -69,7 +69,7 @@ def _value(read: TextReader, sink: Sink) -> Steps[bool]:
     text = "".join(literal).strip()
     if ends == "<" and not text:
         return False
-    sink(text if _is_json(text) or not ends else json.dumps(text, ensure_ascii=False))
+    sink(text if is_json(text) or not ends else json.dumps(text, ensure_ascii=False))
     return bool(ends)
 
 
@@ -137,11 +137,3 @@ def _list(read: TextReader, sink: Sink) -> Steps[bool]:
         first = False
         if not (yield from _value(read, sink)):
             return False
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return text not in ("NaN", "Infinity", "-Infinity")

@@ -82,6 +82,19 @@ def compact(text: str) -> str:
     return "".join(out)
 
 
+def is_json(text: str) -> bool:
+    """Whether this is one JSON value, in the strict sense."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(name)
+
+
 def as_string(literal: str) -> str | None:
     """What a JSON string literal stands for; None if it is none."""
     try:

@@ -69,9 +69,11 @@ def parse_tool_calls(
 ) -> ParsedToolCalls:
     """Find the tool calls in a model's answer, as the server does.
 
-    `tools`: names that may be called; formats without markers need them to tell a call from an answer in
-    JSON.  Lenient, a call that breaks off is saved as far as it goes (`whole` is false), and arguments that
-    are no JSON object are empty.  With `strict` both are a ValueError, as are a tool that is not among
+    `tools`: names that may be called, or a mapping of them to the JSON schemas of their arguments; formats
+    without markers need the names to tell a call from an answer in JSON, those without types the schemas.
+
+    Lenient, a call that breaks off is saved as far as it goes (`whole` is false), and arguments that are no JSON object
+    are empty.  With `strict` both are a ValueError, as are a tool that is not among
     `tools` and a marker behind which no call stands.  ConfigError for an unknown format.
     """
     parser_of = tool_format(format)

@@ -13,8 +13,9 @@ from ostinato.runtime.output.text_reader import SPACE, Steps, TextReader
 class OutputParser:
     """Feed one answer's text in pieces, get events.
 
-    `tools`: names of the tools that may be called, None if they are not known; only formats whose calls have
-    no marker look at them.  `prompt_end`: how the prompt ended, since thinking may have begun there.
+    `tools`: names of the tools that may be called, or a mapping of them to the schemas of their arguments;
+    None if they are not known.  Only formats without markers, or without types, look at them.
+    `prompt_end`: how the prompt ended, since thinking may have begun there.
     """
 
     def __init__(

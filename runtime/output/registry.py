@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.output import json_formats, reasoning_formats
+from ostinato.runtime.output import json_formats, reasoning_formats, xml_formats
 from ostinato.runtime.output.deepseek_format import DeepSeek
 from ostinato.runtime.output.formats import OutputFormat, ReasoningFormat, ToolFormat
 from ostinato.runtime.output.gemma4_format import Gemma4
@@ -116,6 +116,8 @@ for _reasoning in (
 for _tools in (
     json_formats.LlamaJson(),
     json_formats.Hermes(),
+    xml_formats.Qwen3Xml(),
+    xml_formats.MiniMax(),
     json_formats.Granite(),
     json_formats.Phi(),
     json_formats.Mistral(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ostinato.runtime.output.events import (
@@ -36,7 +37,7 @@ def events(made: OutputParser, pieces: Sequence[str]) -> list[Event]:
         out += made.push(piece)
     out += made.finish()
     assert made.push("more") == made.finish() == [], "it is over"
-    return [one._replace(id="") if isinstance(one, CallStart) else one for one in join(out)]
+    return [replace(one, id="") if isinstance(one, CallStart) else one for one in join(out)]
 
 
 def cut(text: str, places: Collection[int]) -> list[str]:

@@ -36,6 +36,17 @@ def pythonic(made: list[Call]) -> str:
     return "[" + ", ".join(one) + "]"
 
 
+def tags(name: str, arguments: dict, call: str, call_end: str, parameter: str, line: str) -> str:
+    def value(one: object) -> str:
+        return one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+
+    pairs = [
+        f"{parameter.format(key)}{line}{value(one)}{line}</parameter>\n" for key, one in arguments.items()
+    ]
+    return f"{call.format(name)}\n{''.join(pairs)}{call_end}"
+
+
+nl = "\n"
 SPELL: dict[str, Callable[[list[Call]], str]] = {
     "hermes": lambda made: "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in as_objects(made)),
     "granite": lambda made: "<|tool_call|>[" + ", ".join(as_objects(made)) + "]",
@@ -49,6 +60,14 @@ SPELL: dict[str, Callable[[list[Call]], str]] = {
     "deepseek_v3": lambda made: D_CALLS + "\n".join(
         f"{D_CALL}function{D_SEP}{name}\n```json\n{json.dumps(args)}\n```{D_CALL_END}" for name, args in made
     ) + D_CALLS_END,
+    "qwen3_xml": lambda made: "\n".join(
+        f"<tool_call>\n{tags(name, args, '<function={}>', '</function>', '<parameter={}>', nl)}\n</tool_call>"
+        for name, args in made
+    ),
+    "minimax": lambda made: "<minimax:tool_call>\n" + "\n".join(
+        tags(name, args, '<invoke name="{}">', "</invoke>", '<parameter name="{}">', "")
+        for name, args in made
+    ) + "\n</minimax:tool_call>",
     "gpt_oss": lambda made: "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(args)}<|call|>"
         for name, args in made
@@ -63,7 +82,12 @@ HARD = {
     "deep": {"list": [1, -2.5, True, False, None, {"x": []}], "empty": {}},
     "zero": 0, "no": False, "none": "", "nothing": None,
 }  # fmt: skip
-NAMES = ("f", "g", "now", "switch", "a.b-c_1")
+STRING = {"type": "string"}
+NAMES = {
+    "f": {"properties": {"city": {"type": ["string", "integer"]}}},
+    "g": {}, "now": {}, "switch": {"properties": {"s": STRING, "v": {"anyOf": [STRING, {"type": "null"}]}}},
+    "a.b-c_1": {"properties": {"text": STRING, "none": STRING}},
+}  # fmt: skip
 
 
 def every_cut(name: str, text: str, *, prefix_cuts: int = 1) -> list:
@@ -76,7 +100,7 @@ def every_cut(name: str, text: str, *, prefix_cuts: int = 1) -> list:
 
 
 def test_every_format_is_tested_here():
-    assert set(SPELL) == set(tool_names()) - {"qwen3_xml", "minimax"}
+    assert set(SPELL) == set(tool_names())
 
 
 @pytest.mark.parametrize("name", SPELL)
@@ -264,3 +288,24 @@ def test_ids_are_unique_and_mistral_s_have_nine_characters():
             assert all(len(one) == 9 and one.isalnum() for one in ids)
         else:
             assert all(one.startswith("call_") for one in ids)
+
+
+def test_types_of_values_in_tags_come_from_the_schema_or_else_from_their_look():
+    values = {"s": "42", "v": "null", "n": "42", "w": "word", "t": "true", "o": '{"a": [1, NaN]}'}
+    pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function=switch>\n{pairs}</function>\n</tool_call>"
+    ((_, arguments),) = calls(every_cut("qwen3_xml", text, prefix_cuts=3))
+    assert json.loads(arguments) == {
+        "s": "42", "v": None, "n": 42, "w": "word", "t": True, "o": '{"a": [1, NaN]}'
+    }  # fmt: skip
+
+
+def test_a_long_string_in_tags_is_passed_on_as_it_comes():
+    made = parser(None, "qwen3_xml", tools=NAMES)
+    made.push("<tool_call>\n<function=switch>\n<parameter=s>\n")
+    pieces = [calls_text(made.push(piece)) for piece in ("one", " two\n", "three\n", "</parameter>")]
+    assert pieces == ["one", " two", "\\nthree", '"']
+
+
+def calls_text(found: list) -> str:
+    return "".join(one.text for one in found)
