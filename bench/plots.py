@@ -69,7 +69,11 @@ def _latency(records: Sequence[RequestRecord]) -> Figure:
             at = float(np.percentile(ordered, share))
             axes.axvline(at, color="tab:red", linestyle=":", linewidth=1)
             axes.annotate(
-                f"p{share} {at:.3g}", (at, share / 100), xytext=(4, -10), textcoords="offset points"
+                f"p{share} {at:.3g}",
+                (at, share / 100),
+                xytext=(-4, -10),
+                textcoords="offset points",
+                ha="right",
             )
     return figure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -49,7 +50,7 @@ def make_result(
             "python": platform.python_version(),
             "command": _command(sys.argv),
         },
-        "settings": settings,
+        "settings": _written(settings),
         "points": list(points),
     }
 
@@ -101,6 +102,15 @@ def read_metadata(pairs: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--metadata {pair!r}: must be NAME=VALUE")
         out[name] = value
     return out
+
+
+def _written(value: Any) -> Any:
+    """JSON has no infinity: a rate or shape without limit is written as the user typed it."""
+    if isinstance(value, dict):
+        return {name: _written(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _command(words: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from ostinato.bench.compare import point_name
 _COUNTS = (
     ("completed", "requests answered", ""),
     ("failed", "requests failed", ""),
+    ("load_s", "loading", "s"),
     ("duration_s", "duration", "s"),
     ("request_per_s", "requests", "/s"),
     ("output_tok_s", "output tokens", "/s"),

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = {
         "target": target.model_dump(),
         "data": data.model_dump(),
-        "load": load.model_dump(mode="json"),
+        "load": load.model_dump(),
         "summary": summary.model_dump(),
     }
     save_result(make_result("serve", settings, points, output), output)

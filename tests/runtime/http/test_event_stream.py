@@ -1,0 +1,80 @@
+"""Chunks of a stream are the same bytes whether aiohttp frames them or we do."""
+
+import asyncio
+import json
+import re
+
+from ostinato.runtime.http import event_stream
+from tests.support.fake_engine import say
+from tests.support.serving import serving
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 40}
+IDS = [20 + i % 50 for i in range(40)]
+
+
+async def raw_answer(url, version="1.1"):
+    """Status line, headers and body as they are on the wire."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(BODY).encode()
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+    writer.write(
+        f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    )
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer.split(b"\r\n\r\n", 1)
+
+
+def unchunked(body):
+    out = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        assert body[length : length + 2] == b"\r\n"
+        out, body = out + body[:length], body[length + 2 :]
+        if not length:
+            assert body == b""
+    return out
+
+
+def same(body):
+    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", body)
+
+
+async def test_our_framing_and_aiohttps_give_the_same_body(monkeypatch):
+    async with serving(say(IDS)) as served:
+        head, ours = await raw_answer(served.url)
+        _, plain = await raw_answer(served.url, "1.0")
+        taken = []
+        monkeypatch.setattr(event_stream, "sent_at_once", lambda *args: taken.append(args))
+        _, theirs = await raw_answer(served.url)
+    assert b"Transfer-Encoding: chunked" in head
+    assert len(taken) > 30  # all but the first chunk
+    assert same(unchunked(ours)) == same(unchunked(theirs)) == same(plain)
+    assert unchunked(ours).endswith(b"data: [DONE]\n\n")
+
+
+class Transport:
+    def __init__(self, waiting=0, closing=False):
+        self.waiting, self.closing, self.sent = waiting, closing, b""
+
+    def is_closing(self):
+        return self.closing
+
+    def get_write_buffer_size(self):
+        return self.waiting
+
+    def write(self, data):
+        self.sent += data
+
+
+def test_nothing_is_sent_past_bytes_that_wait_or_to_a_client_that_left():
+    for transport in (Transport(waiting=1), Transport(closing=True)):
+        assert not event_stream.sent_at_once(transport, b"event")
+        assert transport.sent == b""
+    assert not event_stream.sent_at_once(None, b"event")
+    idle = Transport()
+    assert event_stream.sent_at_once(idle, b"x" * 17)
+    assert idle.sent == b"11\r\n" + b"x" * 17 + b"\r\n"
