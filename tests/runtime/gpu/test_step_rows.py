@@ -89,6 +89,8 @@ SAMPLING: tuple[dict[str, object], ...] = (
     {"repetition_penalty": 1.5, "seed": 3},
     {"logprobs": 2},
     {"prompt_logprobs": 1},
+    {"bad_word_ids": ((70, 70), (6,)), "min_tokens": 2},
+    {"logprobs": 0, "logprob_token_ids": (5, 70), "allowed_token_ids": (5, 70)},
 )
 
 
