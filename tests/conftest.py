@@ -25,3 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _same_random_numbers() -> None:
     """A test draws the same numbers alone, in any order and on any machine."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_may_be_compiled(request: pytest.FixtureRequest) -> None:
+    """On a GPU: an engine of an earlier test has sealed the process's kernel store."""
+    if HAS_GPU and "e2e" not in request.path.parts:
+        from ostinato.ops.gpu_kernels import STORE
+
+        STORE.is_sealed = False
