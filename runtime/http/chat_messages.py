@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -10,6 +11,8 @@ from pydantic_core import PydanticCustomError
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.http.strict_json import parse
 
+_READS_REASONING = re.compile(r"""(\.|\[['"]|get\(['"])reasoning\b""")
+_READS_THINKING = re.compile(r"""(message\.|message\[['"]|message\.get\(['"])thinking\b""")
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -99,9 +102,9 @@ class ChatMessage(BaseModel):
 def template_messages(messages: list[ChatMessage], template: str) -> list[dict[str, object]]:
     """Plain dicts for the chat template.
 
-    Arguments of tool calls are decoded, since templates print mappings
-    themselves; text that is no JSON object raises InvalidRequest, as do tool calls that `template` never
-    reads. `developer` becomes `system` for a template that does not know the word.
+    Arguments of tool calls are decoded, since templates print mappings themselves; text that is no JSON
+    object raises InvalidRequest, as do tool calls that `template` never reads.  Thoughts are given under
+    every name that `template` reads.  `developer` becomes `system` for one that does not know the word.
     """
     knows_developer, knows_calls = "developer" in template, "tool_calls" in template
     result = []
@@ -112,7 +115,7 @@ def template_messages(messages: list[ChatMessage], template: str) -> list[dict[s
             if (value := getattr(message, name)) is not None:
                 shown[name] = value
         if (thought := message.reasoning_content or message.reasoning) is not None:
-            shown["reasoning_content"] = thought
+            shown |= dict.fromkeys(_thought_names(template, has_content=bool(message.content)), thought)
         if message.tool_calls:
             if not knows_calls:
                 param = f"messages[{at}].tool_calls"
@@ -122,6 +125,17 @@ def template_messages(messages: list[ChatMessage], template: str) -> list[dict[s
             shown["tool_calls"] = [_call(call, at, which) for which, call in enumerate(message.tool_calls)]
         result.append(shown)
     return result
+
+
+def _thought_names(template: str, *, has_content: bool) -> list[str]:
+    """What this template may call the thoughts of a message."""
+    names = ["reasoning_content"]
+    if _READS_REASONING.search(template):
+        names.append("reasoning")
+    # gpt-oss's template refuses a message with both; there the content of a call is a thought anyway.
+    if _READS_THINKING.search(template) and not has_content:
+        names.append("thinking")
+    return names
 
 
 def _content(message: ChatMessage) -> object:

@@ -72,9 +72,9 @@ def parse_tool_calls(
     `tools`: names that may be called, or a mapping of them to the JSON schemas of their arguments; formats
     without markers need the names to tell a call from an answer in JSON, those without types the schemas.
 
-    Lenient, a call that breaks off is saved as far as it goes (`whole` is false), and arguments that are no JSON object
-    are empty.  With `strict` both are a ValueError, as are a tool that is not among
-    `tools` and a marker behind which no call stands.  ConfigError for an unknown format.
+    Lenient, a call that breaks off is saved as far as it goes (`whole` is false), and arguments that are no
+    JSON object are empty.  With `strict` both are a ValueError, as are a tool that is not among `tools` and a
+    marker behind which no call stands.  ConfigError for an unknown format.
     """
     parser_of = tool_format(format)
     events = _events(OutputParser(None, parser_of, tools=tools), text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from typing import TypeVar
 
 from ostinato.errors import ConfigError
@@ -16,6 +18,8 @@ from ostinato.runtime.output.output_parser import OutputParser
 from ostinato.runtime.output.pythonic_format import Pythonic
 
 F = TypeVar("F", bound=OutputFormat)
+
+PLUGINS = "ostinato.output_formats"
 
 # The first that fits a template is taken, so those that others would match too come first.
 _REASONING: dict[str, ReasoningFormat] = {}
@@ -71,8 +75,22 @@ class OutputFormats:
         return frozenset(marker for one in both if one is not None for marker in one.markers)
 
 
+@cache
+def _load_plugins() -> None:
+    """Let installed packages register formats: entry points of the group, each a function to call."""
+    for point in entry_points(group=PLUGINS):
+        try:
+            point.load()()
+        except Exception as error:  # border: code of others, and the user must know which
+            raise ConfigError(
+                f"entry point {point.name!r} of {PLUGINS}: {type(error).__name__}: {error}; "
+                "mend or uninstall that package"
+            ) from error
+
+
 def choose_formats(reasoning: str, tools: str, template: str | None) -> OutputFormats:
     """The formats by setting: a name, "none", or "auto" for what fits the chat template."""
+    _load_plugins()
     return OutputFormats(
         _named("server.reasoning_parser", reasoning, _REASONING, template or ""),
         _named("server.tool_parser", tools, _TOOLS, template or ""),
@@ -81,11 +99,13 @@ def choose_formats(reasoning: str, tools: str, template: str | None) -> OutputFo
 
 def tool_format(name: str) -> ToolFormat:
     """ConfigError lists the known names."""
+    _load_plugins()
     return _known("tool parser", name, _TOOLS)
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
     """ConfigError lists the known names."""
+    _load_plugins()
     return _known("reasoning parser", name, _REASONING)
 
 

@@ -116,6 +116,17 @@ async def test_tools_reach_the_template_and_a_conversation_with_calls_goes_on():
     assert "<|im_start|>tool\nrain" in prompt
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+async def test_thoughts_that_come_back_reach_the_template_under_its_name(name: str):
+    template = "{% for message in messages %}[{{ message." + name + " }}]{% endfor %}"
+    thought = {"role": "assistant", "content": "" if name == "thinking" else "x", "reasoning": "because"}
+    async with served("ok", template=template) as server:
+        fields = {"messages": [*ASK["messages"], thought], "tools": None}
+        status, _ = await server.post(CHAT, {**ASK, **fields})
+        prompt = server.state.text.decode(server.engine.requests[0].prompt_token_ids)
+    assert (status, prompt) == (200, "[][because]")
+
+
 async def test_with_tool_choice_none_or_without_tools_calls_are_text():
     async with served(CALL) as server:
         for fields in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
