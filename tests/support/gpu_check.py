@@ -82,7 +82,7 @@ PARTS = (
     Part("unit", 170, tests=UNIT, processes=12),
     Part("e2e", 400, command=_pytest("tests/e2e/test_gpu.py")),
     Part("e2e-serve", 240, command=_pytest("tests/e2e/test_gpu_serve.py")),
-    Part("memcheck", 300, tests=UNIT[:2], processes=8, per_file=3, checker="memcheck", environment=NO_CACHE),
+    Part("memcheck", 300, tests=UNIT, processes=8, per_file=3, checker="memcheck", environment=NO_CACHE),
     Part("racecheck", 300, tests=UNIT[:1], processes=5, per_file=2, checker="racecheck", only=RACY),
     _benchmark("engine", 300),
     _benchmark("linears", 90),
