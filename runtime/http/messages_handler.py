@@ -8,7 +8,7 @@ from contextlib import aclosing
 from aiohttp import web
 
 from ostinato.runtime.http.answer_parts import dump, new_id
-from ostinato.runtime.http.chat_run import begin_chat, prompt_ids, run_chat
+from ostinato.runtime.http.chat_run import FieldNames, begin_chat, prompt_ids, run_chat
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
 from ostinato.runtime.http.messages_errors import anthropic_error_body
@@ -29,7 +29,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         chat, names = chat_of(fields)
         choice = await begin_chat(state, chat, new_id("msg"), names)
         answer = MessageAnswer(state.model, choice, streams=bool(fields.stream))
-        async with aclosing(_frames(state, choice, answer)) as frames:
+        async with aclosing(_frames(state, choice, names, answer)) as frames:
             if fields.stream:
                 return await stream_frames(request, frames, lambda error: _failed(request, error))
             async for _ in frames:
@@ -46,12 +46,15 @@ async def count_tokens(request: web.Request) -> web.Response:
     return web.Response(text=dump({"input_tokens": len(ids)}), content_type="application/json")
 
 
-async def _frames(state: ServerState, choice: Choice, answer: MessageAnswer) -> AsyncGenerator[bytes]:
+async def _frames(
+    state: ServerState, choice: Choice, names: FieldNames, answer: MessageAnswer
+) -> AsyncGenerator[bytes]:
     begun = False
-    async with aclosing(run_chat(state, choice)) as news:
-        async for events, _, reason in news:
+    async with aclosing(run_chat(state, choice, names)) as news:
+        async for events, _, reason, thought in news:
             out = b"" if begun else answer.begin()
             begun = True
+            answer.reasoning_tokens = thought
             out += answer.push(events)
             if reason is not None:
                 out += answer.finish(reason, choice.output.stop_string)

@@ -20,6 +20,7 @@ class MessageAnswer:
 
     def __init__(self, model: str, choice: Choice, *, streams: bool) -> None:
         self.id = new_id("msg").replace("-", "_")
+        self.reasoning_tokens = 0  # so far
         self._model = model
         self._choice = choice
         self._streams = streams
@@ -71,6 +72,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self._choice.output.num_tokens,
+            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens},
         }
 
     def _told(self, events: Iterable[BlockEvent]) -> bytes:

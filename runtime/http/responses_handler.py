@@ -139,6 +139,7 @@ async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequ
     return ResponseRun(
         owner=owner,
         choice=choice,
+        names=names,
         answer=answer,
         earlier=earlier,
         new=tuple(_with_id(item) for item in new),

@@ -38,6 +38,7 @@ class ResponseAnswer:
     ) -> None:
         self.id = response_id
         self.status = "in_progress"
+        self.reasoning_tokens = 0  # so far
         self._codec = codec
         self._fields = fields
         self._choice = choice
@@ -207,7 +208,7 @@ class ResponseAnswer:
             "input_tokens": prompt,
             "input_tokens_details": cached,
             "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": prompt + generated,
         }
 

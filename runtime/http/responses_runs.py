@@ -13,7 +13,7 @@ from aiohttp import web
 from ostinato.errors import EngineError
 from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.api_errors import ResponseNotFound
-from ostinato.runtime.http.chat_run import run_chat
+from ostinato.runtime.http.chat_run import FieldNames, run_chat
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.responses_render import ResponseAnswer
 from ostinato.runtime.http.responses_store import ResponseStore, StoredResponse
@@ -28,6 +28,7 @@ class ResponseRun:
 
     owner: str
     choice: Choice
+    names: FieldNames
     answer: ResponseAnswer
     earlier: tuple[str, ...]  # items of the conversation so far
     new: tuple[str, ...]  # items of this request
@@ -39,10 +40,11 @@ class ResponseRun:
 
         `begun`: the beginning is told already.
         """
-        async with aclosing(run_chat(state, self.choice)) as news:
-            async for events, tokens, reason in news:
+        async with aclosing(run_chat(state, self.choice, self.names)) as news:
+            async for events, tokens, reason, thought in news:
                 out = [] if begun else self.answer.begin()
                 begun = True
+                self.answer.reasoning_tokens = thought
                 out += self.answer.push(events, tokens)
                 if reason is not None:
                     out += self.answer.finish(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class StoredResponse:
     def num_bytes(self) -> int:
         """What it counts in the store. Items shared with an earlier response count in both."""
         texts = [self.body, *self.input_items, *self.history, *(item for _, item in self.output_items)]
-        return KEPT_BYTES + sum(map(len, texts)) + sum(map(len, self.frames))
+        return KEPT_BYTES + sum(map(sys.getsizeof, texts)) + sum(map(sys.getsizeof, self.frames))
 
 
 class ResponseStore:

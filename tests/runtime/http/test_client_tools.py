@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
+from ostinato.errors import InvalidRequest
 from tests.support.fake_engine import Script, say
 from tests.support.serving import Served, serving
 from tests.support.toy_text import CHATML, front_end, tokenizer
@@ -71,10 +72,13 @@ async def test_a_response_has_thoughts_text_and_calls_streamed_as_whole(openai: 
     assert (weather.name, json.loads(weather.arguments)) == ("get_weather", ARGUMENTS)
     assert (now.name, now.arguments) == ("now", "{}")
     assert made.status == "completed"
+    thought_tokens = len(tokenizer().encode("\nhm 😀\n", add_special_tokens=False).ids)
+    assert thought_tokens <= made.usage.output_tokens_details.reasoning_tokens <= thought_tokens + 16
     assert '"name": "get_weather"' in prompt_of(served)
     stream = await openai.responses.create(**asked, stream=True)
     events = [event async for event in stream]
     final = events[-1].response
+    assert final.usage == made.usage
     assert [without_ids(item) for item in final.output] == [without_ids(item) for item in made.output]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = list(dict.fromkeys(event.type for event in events))
@@ -162,6 +166,7 @@ async def test_a_message_has_thoughts_text_and_calls(
     assert (weather.name, weather.input) == ("get_weather", ARGUMENTS)
     assert (now.name, now.input) == ("now", {})
     assert made.stop_reason == "tool_use"
+    assert 0 < made.usage.output_tokens_details.thinking_tokens < 30 < made.usage.output_tokens
     results = [
         {"type": "tool_result", "tool_use_id": weather.id, "content": [{"type": "text", "text": "warm"}]},
         {"type": "tool_result", "tool_use_id": now.id, "content": "noon"},
@@ -214,3 +219,34 @@ async def test_a_call_that_is_cut_short_says_so(
         model="toy", max_tokens=limit, messages=[{"role": "user", "content": "Hello"}], tools=MESSAGES_TOOLS
     )
     assert (message.stop_reason, message.content[-1].type) == ("max_tokens", "tool_use")
+
+
+async def test_forced_calls_and_schemas_reach_the_engine(
+    openai: AsyncOpenAI, anthropic: AsyncAnthropic, served: Served
+):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    await openai.responses.create(model="toy", input="Hello", text={"format": wanted})
+    asked = {"model": "toy", "max_tokens": 99, "messages": [{"role": "user", "content": "Hello"}]}
+    output = {"format": {"type": "json_schema", "schema": schema}}
+    await anthropic.messages.create(**asked, output_config=output)
+    for request in served.engine.requests:
+        assert request.sampling.response_format["json_schema"]["schema"] == schema
+    named: Any = {"type": "function", "name": "now"}
+    await openai.responses.create(model="toy", input="Hello", tools=RESPONSES_TOOLS, tool_choice=named)
+    await anthropic.messages.create(
+        **asked, tools=MESSAGES_TOOLS, tool_choice={"type": "tool", "name": "now"}
+    )
+    first, second = (request.sampling.grammar for request in served.engine.requests[2:])
+    assert first is not None
+    assert "now" in first
+    assert "get_weather" not in first
+    assert "now" in second
+    with pytest.raises(BadRequestError, match=r"tool_choice\.name: is not among the tools"):
+        await openai.responses.create(
+            model="toy", input="x", tools=RESPONSES_TOOLS[1:], tool_choice={**named, "name": "get_weather"}
+        )
+    served.engine.script = lambda request: [InvalidRequest("response_format: no", param="response_format")]
+    with pytest.raises(BadRequestError, match=r"text\.format: no") as bad:  # the engine compiles grammars
+        await openai.responses.create(model="toy", input="Hello", text={"format": wanted}, stream=True)
+    assert bad.value.param == "text.format"
