@@ -3,8 +3,8 @@
     scripts/gpu_check [PART...] [--budget 570] [--out FILE]
     scripts/gpu_check --unpack FILE
 
-Each part has a time limit and ends with one line; what does not fit into the budget (seconds) is not begun and
-said so. The unit tests compile kernels on one core each, so they are dealt out to processes that run at once.
+Each part has a time limit and ends with one line; what does not fit into the budget (seconds) is not begun.
+The unit tests compile kernels on one core each, so they are dealt out to processes that run at once.
 The file has the verdicts, the end of each log, and the records that benchmarks wrote, for `--unpack` to put
 where they belong on another machine.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-UNIT = ("tests/ops", "tests/runtime/sampling", "tests/runtime/memory")
+UNIT = ("tests/ops", "tests/runtime/sampling")
 # shared memory or work that several programs share: what a race could be in
 RACY = ("paged_attention", "rope_attention", "skinny_linear", "skinny_gated", "sample")
 LOG_CHARACTERS = 6000
@@ -69,7 +69,7 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _pytest(*arguments: str) -> tuple[str, ...]:
-    return _module("pytest", "-q", "-m", "gpu", "-x", "--durations=5", *arguments)
+    return _module("pytest", "-m", "gpu", "--durations=5", *arguments)
 
 
 def _benchmark(name: str, limit_s: int, *arguments: str) -> Part:
@@ -80,6 +80,7 @@ def _benchmark(name: str, limit_s: int, *arguments: str) -> Part:
 NO_CACHE = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 PARTS = (
     Part("unit", 170, tests=UNIT, processes=12),
+    Part("memory", 60, command=_pytest("tests/runtime/memory")),  # alone: it looks at what is free
     Part("e2e", 400, command=_pytest("tests/e2e/test_gpu.py")),
     Part("e2e-serve", 240, command=_pytest("tests/e2e/test_gpu_serve.py")),
     Part("memcheck", 300, tests=UNIT, processes=8, per_file=3, checker="memcheck", environment=NO_CACHE),
