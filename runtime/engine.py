@@ -320,7 +320,7 @@ class Engine:
             finished, lost = self._grammars.take(
                 {name: batch.tokens[name] for name in names & batch.tokens.keys()}
             )
-            failed = failed | lost
+            failed = {**failed, **lost}
         outcomes = self._scheduler.complete(step.plan, batch.tokens, failed, finished=finished)
         logprobs, event = batch.logprobs, self._event
         if logprobs:

@@ -1,0 +1,178 @@
+"""Grammars of tool calls: what each model family writes is taken, and what its reader reads back is right."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.grammar.grammar_compiler import GrammarCompiler
+from ostinato.runtime.grammar.grammar_spec import GrammarSpec
+from ostinato.runtime.grammar.tool_grammar import FORMATS, tool_call_grammar
+from ostinato.runtime.output.offline import parse_tool_calls
+from tests.support import toy_text
+
+MARKERS = [
+    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]",
+    "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+]  # fmt: skip
+ADD = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "maximum": 9},
+        "b": {"type": "string"},
+        "c": {"type": "array", "items": {"enum": ["x", "y z"]}},
+    },
+    "required": ["b"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "strict": True, "parameters": ADD}},
+    {"type": "function", "function": {"name": "now.utc-1"}},
+]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+# one call of `add` with {"a": 1, "b": "q", "c": ["y z"]}, then one of `now.utc-1`; and two wrong ones
+GOOD = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b":"q", "c": ["y z"]}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now.utc-1", "arguments": {}}\n</tool_call>',
+    "granite": '<|tool_call|>[{"name": "add", "arguments": {"a":1,"b":"q","c":["y z"]}}, '
+    '{"name": "now.utc-1", "arguments": {}}]',
+    "phi": '<|tool_call|>[{"name": "add", "arguments": {"a":1,"b":"q","c":["y z"]}}, '
+    '{"name": "now.utc-1", "arguments": {}}]<|/tool_call|>',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a":1,"b":"q","c":["y z"]}}, '
+    '{"name": "now.utc-1", "arguments": {}}]',
+    "llama3_json": '{"name": "add", "parameters": {"a":1,"b":"q","c":["y z"]}}; '
+    '{"name": "now.utc-1", "parameters": {}}',
+    "pythonic": '[add(a=1, b="q", c=["y z"]), now.utc-1()]',
+    "gemma4": '<|tool_call>call:add{a:1,b:<|"|>q<|"|>,c:[<|"|>y z<|"|>]}<tool_call|>'
+    "<|tool_call>call:now.utc-1{}<tool_call|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a":1,"b":"q","c":["y z"]}\n```<｜tool▁call▁end｜>\n'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now.utc-1\n```json\n"
+    "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "gpt_oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1,"b":"q","c":["y z"]}<|call|>',
+}
+FREE = dict.fromkeys(FORMATS, "some text") | {"gpt_oss": "<|channel|>final<|message|>some text"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = toy_text.tokenizer()
+    made.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    return made
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> GrammarCompiler:
+    path = tmp_path_factory.mktemp("tools") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return GrammarCompiler(path, 512, (1,))
+
+
+def taken(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str | None, text: str) -> str:
+    """`whole`, `part` or `no`."""
+    assert grammar is not None
+    matcher = compiler.compile(GrammarSpec("grammar", grammar))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if matcher.try_consume_tokens(ids) < len(ids):
+        return "no"
+    return "whole" if matcher.is_accepting() else "part"
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_calls_are_taken_as_the_family_writes_them(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, family: str
+):
+    def grammar(choice: Any, *, parallel: bool = True) -> str | None:
+        made = tool_call_grammar(TOOLS, choice, family, token_id=tokenizer.token_to_id, parallel=parallel)
+        return made
+
+    both = GOOD[family]
+    wrong = both.replace("y z", "y w")
+    for choice in ("required", "auto"):
+        assert taken(compiler, tokenizer, grammar(choice), both) == "whole"
+        assert taken(compiler, tokenizer, grammar(choice), wrong) == "no"
+        assert taken(compiler, tokenizer, grammar(choice), both.replace("add", "del")) == "no"
+    assert taken(compiler, tokenizer, grammar("required"), FREE[family]) == "no"
+    assert taken(compiler, tokenizer, grammar("required"), "") == "part"
+    assert taken(compiler, tokenizer, grammar("auto"), FREE[family]) == "whole"
+    if family == "gpt_oss":  # its answer ends with the first call
+        assert taken(compiler, tokenizer, grammar(NAMED), both) == "whole"
+        return
+    assert taken(compiler, tokenizer, grammar(NAMED), both) == "no"
+    assert taken(compiler, tokenizer, grammar("required", parallel=False), both) == "no"
+    assert taken(compiler, tokenizer, grammar("auto", parallel=False), both) == "no"
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_what_the_grammar_takes_is_what_the_reader_reads(family: str):
+    calls = parse_tool_calls(GOOD[family], family, tools=["add", "now.utc-1"]).calls
+    assert calls[0].name == "add"
+    assert calls[0].arguments == {"a": 1, "b": "q", "c": ["y z"]}
+    assert [call.name for call in calls[1:]] == ([] if family == "gpt_oss" else ["now.utc-1"])
+
+
+def test_arguments_of_gemma_nest_refer_and_leave_out(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    tree = {
+        "type": "object",
+        "$defs": {
+            "n": {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
+        },
+        "properties": {
+            "x": {"type": ["number", "null"]},
+            "tree": {"$ref": "#/$defs/n"},
+            "any": {},
+            "flag": {"anyOf": [{"type": "boolean"}, {"const": "maybe"}]},
+        },
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": tree}}]
+    grammar = tool_call_grammar(tools, "required", "gemma4", token_id=tokenizer.token_to_id)
+    q = '<|"|>'
+    for inside, result in {
+        "": "whole",
+        "x:null": "whole",
+        "x:1.5,flag:true": "whole",
+        f"flag:{q}maybe{q}": "whole",
+        f"flag:{q}no{q}": "no",
+        "tree:{kids:[{kids:[]},{}]}": "whole",  # no key is needed
+        "tree:{kids:[{kids:[]}]},any:{a-b:[1,{}]}": "whole",
+        "flag:true,x:1": "no",  # in the schema's order
+    }.items():
+        text = f"<|tool_call>call:f{{{inside}}}<tool_call|>"
+        assert taken(compiler, tokenizer, grammar, text) == result, inside
+
+
+def test_nothing_is_made_where_nothing_is_to_be_enforced():
+    loose = [{"type": "function", "function": {"name": "f", "parameters": ADD}}]
+    for tools, choice in ((loose, "auto"), (TOOLS, "none"), ([], "auto")):
+        assert tool_call_grammar(tools, choice, "hermes", token_id=lambda _: None) is None
+
+
+def test_what_cannot_be_done_is_refused_by_name():
+    with pytest.raises(InvalidRequest, match="tool_choice: a call cannot be forced") as caught:
+        tool_call_grammar(TOOLS, "required", "unheard", token_id=lambda _: None)
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(InvalidRequest, match="'g' is not among"):
+        tool_call_grammar(TOOLS, {"function": {"name": "g"}}, "hermes", token_id=lambda _: None)
+    strict = {
+        "name": "f",
+        "strict": True,
+        "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}},
+    }
+    with pytest.raises(InvalidRequest, match="'pattern' in the schema of a strict tool") as caught:
+        tool_call_grammar([{"function": strict}], "required", "gemma4", token_id=lambda _: None)
+    assert caught.value.param == "tools"
+
+
+def test_markers_that_are_no_tokens_are_written_out(tmp_path: Path):
+    plain = toy_text.tokenizer()
+    plain.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", 512, (1,))
+    for choice in ("required", "auto"):
+        grammar = tool_call_grammar(TOOLS, choice, "hermes", token_id=plain.token_to_id)
+        assert taken(compiler, plain, grammar, GOOD["hermes"]) == "whole"
