@@ -7,6 +7,7 @@ if a word that is put in comes out, and comes out as itself.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -64,7 +65,46 @@ def content_forms(template: str, role: str) -> Forms:
     return Forms(text or not parts, parts)
 
 
+@lru_cache(maxsize=64)
+def wants_json_arguments(template: str) -> bool:
+    """Whether arguments of tool calls must be JSON text: mappings fail, or come out as Python writes them."""
+    mapping = _call_said(template, {_WORD: _WORD})
+    if mapping is not None and f"'{_WORD}': '{_WORD}'" not in mapping:
+        return False
+    as_text = _call_said(template, f'{{"{_WORD}": "{_WORD}"}}')
+    return as_text is not None and f'{{"{_WORD}": "{_WORD}"}}' in as_text
+
+
+def _call_said(template: str, arguments: object) -> str | None:
+    """How a conversation with one call is written; None if the template refuses it."""
+    call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages: list[dict[str, object]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "tool_call_id": "000000000", "content": "a"},
+    ]
+    try:
+        return _render(template, messages, add_generation_prompt=False)
+    except Exception:  # a template is a program: it may object in any way
+        return None
+
+
+def _with_json_arguments(message: Mapping[str, object]) -> dict[str, object]:
+    calls: list[object] = []
+    given = message.get("tool_calls")
+    for call in given if isinstance(given, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(arguments := function.get("arguments"), Mapping):
+            text = json.dumps(arguments, ensure_ascii=False)
+            calls.append({**call, "function": {**function, "arguments": text}})
+        else:
+            calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
 def _shaped(template: str, message: Mapping[str, object]) -> dict[str, object]:
+    if message.get("tool_calls") and wants_json_arguments(template):
+        message = _with_json_arguments(message)
     content, role = message.get("content"), message.get("role")
     if not content or not isinstance(content, str | list) or not isinstance(role, str):
         return dict(message)

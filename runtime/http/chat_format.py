@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ostinato.errors import InvalidRequest
@@ -14,16 +16,28 @@ from ostinato.runtime.http.tool_schema import ToolRequest, ToolTemplateRequest
 from ostinato.runtime.messages import SamplingParams
 
 _PROMPT_END = 32  # tokens; enough for the marker with which some prompts begin the thoughts
+_BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_STRINGS = re.compile(r"'[^']*'|\"[^\"]*\"")
 _SWITCHES = ("enable_thinking", "thinking")
 
 MakeOutput = Callable[[SamplingParams, Sequence[int]], ChoiceOutput]
+
+
+@lru_cache(maxsize=64)
+def _code(template: str) -> str:
+    """What stands in the blocks of a Jinja template, without strings. Read, not run: it may be a client's."""
+    return _STRINGS.sub("''", " ".join(_BLOCKS.findall(template)))
+
+
+def _reads(template: str, variable: str) -> bool:
+    return re.search(rf"(?<![.\w]){variable}\b", _code(template)) is not None
 
 
 def template_tools(fields: ToolTemplateRequest, template: str) -> list[dict[str, Any]] | None:
     """The tools as the template gets them. InvalidRequest if it does not show them."""
     if not fields.tools:
         return None
-    if "tools" not in template:
+    if not _reads(template, "tools"):
         raise InvalidRequest("tools: this model's chat template does not show tools", param="tools")
     return [tool.model_dump(exclude_none=True) for tool in fields.tools]
 
@@ -34,9 +48,9 @@ def thinking_variables(fields: ToolTemplateRequest, template: str) -> dict[str, 
     if effort is None:
         return {}
     variables: dict[str, Any] = {}
-    if "reasoning_effort" in template:
+    if _reads(template, "reasoning_effort"):
         variables["reasoning_effort"] = effort
-    variables |= {name: effort != "none" for name in _SWITCHES if name in template}
+    variables |= {name: effort != "none" for name in _SWITCHES if _reads(template, name)}
     if not variables and (effort != "none" or "think" in template):
         raise InvalidRequest(
             "reasoning_effort: this model's chat template has no such setting; leave it out",
@@ -62,7 +76,8 @@ def chat_sampling(
 ) -> SamplingParams:
     """`sampling` with the grammar of calls that must be made, or made strictly.
 
-    A grammar, this one or the request's own, holds behind the thoughts that the prompt has begun.
+    A grammar, this one or the request's own, holds behind the thoughts that the prompt has begun, or with
+    which the answer begins.
     InvalidRequest for two grammars at once, and for tools that cannot be enforced.
     """
     if (of_calls := _call_grammar(state, fields)) is not None:
@@ -78,11 +93,17 @@ def chat_sampling(
     reasoning = state.formats.reasoning
     if reasoning is None or not has_grammar(sampling) or sampling.grammar_after:
         return sampling
-    end = reasoning.end_of(reasoning.begun(prompt_end(state, prompt_ids)))
-    if not end:
-        return sampling
+    written = prompt_end(state, prompt_ids)
+    end = reasoning.end_of(reasoning.begun(written))
+    unless: tuple[int, ...] = ()
+    if not end:  # it may still begin to think
+        marks = [(state.text.token_id(start), reasoning.end_of(start)) for start in reasoning.starts]
+        token, end = next(((token, last) for token, last in marks if token is not None), (None, ""))
+        if token is None or not end or written.rstrip().endswith(end):
+            return sampling
+        unless = (token,)
     ids = state.text.encode(end, add_special_tokens=False)
-    return sampling.model_copy(update={"grammar_after": tuple(ids)})
+    return sampling.model_copy(update={"grammar_after": tuple(ids), "grammar_unless": unless})
 
 
 def _call_grammar(state: ServerState, fields: ToolRequest) -> tuple[str, str] | None:

@@ -122,9 +122,8 @@ class GraniteThoughts(MarkedThoughts):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        return "Here is my thought process" in template or (
-            "<response>" in template and "<think>" in template
-        )
+        tags = "<|start_of_role|>" in template and "<think>" in template
+        return tags or "Here is my thought process" in template
 
     def strays(self, answer: Answer) -> tuple[str, ...]:
         return ("</response>",) if answer.num_thoughts else ("</think>",)

@@ -21,7 +21,10 @@ WEATHER = {
     "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object"}},
 }
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}], "tools": [WEATHER]}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 😀", "days": 9007199254740993}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 😀", "days": 9007199254740993}}\n'
+    "</tool_call>"
+)
 ARGUMENTS = '{"city":"Köln 😀","days":9007199254740993}'
 SECOND = '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
@@ -189,9 +192,7 @@ async def test_thinking_may_begin_in_the_prompt_and_stay_out_of_the_answer():
         streamed, whole = await both(server, reasoning_effort="high", include_reasoning=False)
         assert streamed == whole
         assert (whole["reasoning_content"], whole["content"]) == ("", "yes")
-        status, body = await server.post(
-            CHAT, {**ASK, "reasoning_effort": "high", "include_reasoning": False}
-        )
+        _, body = await server.post(CHAT, {**ASK, "reasoning_effort": "high", "include_reasoning": False})
         assert body["choices"][0]["message"].keys() == {"role", "content", "refusal"}
 
 
@@ -265,3 +266,36 @@ async def test_an_unknown_parser_is_an_error_at_start_that_lists_the_known_ones(
     with pytest.raises(ConfigError, match=r"server.tool_parser='hermse'.*hermes"):
         async with served("x", tool_parser="hermse"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("{{ call.function.arguments | tojson }}", '{"a": "ü", "n": 9007199254740993}'),
+        ("{{ call.function.arguments }}", '{"a": "ü", "n": 9007199254740993}'),
+        ("{{ 'f' + call.function.arguments }}", 'f{"a": "ü", "n": 9007199254740993}'),
+        (
+            "{% for k, v in call.function.arguments|items %}{{ k }}={{ v }};{% endfor %}",
+            "a=ü;n=9007199254740993;",
+        ),
+    ],
+)
+async def test_arguments_of_past_calls_have_the_form_that_the_template_reads(shown: str, expected: str):
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}" + shown + "{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "ü", "n": 9007199254740993}'}}
+    async with served("ok", template=template) as server:
+        messages = [*ASK["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        status, _ = await server.post(CHAT, {**ASK, "tools": None, "messages": messages})
+        prompt = server.state.text.decode(server.engine.requests[0].prompt_token_ids)
+    assert (status, prompt) == (200, expected)
+
+
+async def test_variables_of_a_template_are_not_looked_for_in_its_words():
+    template = CHATML + "{{ 'enable_thinking and tools' }} reasoning_effort"
+    async with served("x", template=template, tool_parser="hermes") as server:
+        status, body = await server.post(CHAT, {**ASK, "reasoning_effort": "low", "tools": None})
+        assert (status, body["error"]["param"]) == (400, "reasoning_effort")
+        status, body = await server.post(CHAT, ASK)
+        assert (status, body["error"]["param"]) == (400, "tools")

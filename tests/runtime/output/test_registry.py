@@ -29,7 +29,8 @@ TEMPLATES = [
     ("<|start|>assistant<|channel|>final<|message|>", "gpt_oss", "gpt_oss"),
     ("<|tool|>{{ tools }}<|/tool|>", None, "phi"),
     ("<|start_of_role|>tools <|tool_call|> Here is my thought process:", "granite", "granite"),
-    ("]~b]ai <think> <minimax:tool_call>", "minimax", "minimax"),
+    ("]~b]ai <think> <minimax:tool_call> <response></response>", "minimax", "minimax"),
+    ("<|start_of_role|> <think></think><response> <|tool_call|>", "granite", "granite"),
     ("{{ message.content }}", None, None),
     (None, None, None),
 ]
