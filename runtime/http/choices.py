@@ -48,7 +48,8 @@ def make_choices(
 ) -> list[Choice]:
     """`n` sequences for each prompt, in the order of OpenAI's indices.
 
-    `make_output`: what reads a sequence; else its text is all content.  Each has its own seed: the request's plus its number among the n, or a drawn one.
+    `make_output`: what reads a sequence; else its text is all content.  Each has its own seed: the request's
+    plus its number among the n, or a drawn one.
     """
     choices: list[Choice] = []
     for prompt_ids, params in zip(prompts, sampling, strict=True):

@@ -70,6 +70,67 @@ def test_streamed_and_whole_chats_of_one_seed_are_equal(client, temperature):
         assert raw.decode(errors="replace") == choice.message.content
 
 
+def test_parameters_that_only_extra_body_can_carry_reach_the_engine(client, tokenizer):
+    prompt = tokenizer.encode("the quick brown fox").ids
+    allowed = prompt[:3]
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    plain = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
+    assert plain.prompt_token_ids == prompt
+    barred = plain.token_ids[0]
+    other = client.completions.create(
+        **asked, extra_body={"return_token_ids": True, "logit_bias": {str(barred): -100}}
+    ).choices[0]
+    assert barred not in other.token_ids
+    few = client.completions.create(
+        **asked,
+        logprobs=0,
+        extra_body={
+            "return_token_ids": True,
+            "allowed_token_ids": allowed,
+            "logprob_token_ids": allowed,
+            "prompt_logprobs": 1,
+            "ignore_eos": True,
+        },
+    ).choices[0]
+    assert set(few.token_ids) <= set(allowed)
+    names = {tokenizer.decode([token]) for token in allowed}
+    assert all(names <= set(best) for best in few.logprobs.top_logprobs)
+    assert few.prompt_logprobs[0] is None
+    assert all(str(token) in told for token, told in zip(prompt[1:], few.prompt_logprobs[1:], strict=True))
+    scored = client.completions.create(**{**asked, "max_tokens": 0}, echo=True, logprobs=1)
+    values = [
+        told[str(token)]["logprob"] for token, told in zip(prompt[1:], few.prompt_logprobs[1:], strict=True)
+    ]
+    assert scored.choices[0].logprobs.token_logprobs == [None, *values]
+    assert scored.usage.completion_tokens == 0
+
+
+def test_bad_words_are_not_said(client, tokenizer):
+    asked = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 40}
+    told = {"return_token_ids": True, "ignore_eos": True}
+    said = client.chat.completions.create(**asked, extra_body=told).choices[0].token_ids
+    words = {token: tokenizer.decode([token]) for token in said}
+    bad = [
+        token
+        for token, word in words.items()
+        if tokenizer.encode(word, add_special_tokens=False).ids == [token]
+    ]
+    assert bad, "the model says no token that a text would have"
+    other = client.chat.completions.create(
+        **asked, extra_body={**told, "bad_words": [words[token] for token in bad]}
+    )
+    assert not set(bad) & set(other.choices[0].token_ids)
+
+
+def test_the_best_of_several_is_the_likeliest_of_them(client):
+    asked = {"model": "tiny", "prompt": "the", "max_tokens": 8, "temperature": 1.5, "seed": 3, "logprobs": 0}
+    every = client.completions.create(**asked, n=4, extra_body={"ignore_eos": True})
+    best = client.completions.create(**asked, n=1, best_of=4, extra_body={"ignore_eos": True})
+    means = [sum(choice.logprobs.token_logprobs) / 8 for choice in every.choices]
+    assert best.choices[0].text == every.choices[means.index(max(means))].text
+    assert best.usage.completion_tokens == every.usage.completion_tokens
+
+
 def test_log_probabilities_are_those_of_a_distribution(client):
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, temperature=0, max_tokens=20, logprobs=True, top_logprobs=20
