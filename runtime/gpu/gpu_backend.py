@@ -207,10 +207,12 @@ class GpuBackend:
 
     def shut(self) -> None:
         """Wait for the device and let go of graphs and KV planes."""
+        self._planes = ()
         with suppress(RuntimeError):  # of a device that computes no more, which was said before
             self.stream.synchronize()
         self._graphs.clear()
-        self._planes = ()
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()  # the graphs' memory: another engine counts what is free
         torch.cuda.set_stream(torch.cuda.default_stream(self._device))
 
     def rehearse(self, shape: StepShape) -> None:

@@ -13,8 +13,10 @@ import queue
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import import_module
 from typing import IO, Any
 
@@ -72,6 +74,8 @@ def _work(waiting: queue.SimpleQueue[Variant], capability: int) -> list[tuple[Bi
         except (OSError, ValueError) as error:
             process.kill()
             process.wait()
+            with suppress(OSError):  # what it did not read goes nowhere
+                process.stdin.close()
             while not waiting.empty():
                 waiting.get_nowait()
             said.seek(0)
@@ -114,6 +118,7 @@ def main() -> None:
         try:
             answer = _answer(json.loads(line))
         except Exception as error:  # a process border: the parent raises it
+            traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -115,7 +115,7 @@ class StepGraphs:
     def capture_next(self) -> bool:
         """Capture the next shape; False when none is left. Costs 10 to 50 ms; nothing may be in flight.
 
-        When memory of the device ends, this shape and all others stay uncaptured.
+        When it cannot be, as when memory of the device ends, this shape and all others stay uncaptured.
         """
         if not self._waiting:
             return False
@@ -123,13 +123,14 @@ class StepGraphs:
         began, (free, _) = time.perf_counter(), torch.cuda.mem_get_info()
         try:
             replay = self._capture(shape)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            self._stream.synchronize()  # raises on a device that computes no more
             log.warning(
-                "no memory to capture %s: it and %d others run uncaptured, which is slower; lower "
-                "gpu.graph_tokens or kv.max_gib (%s)",
+                "%s cannot be captured (%s): it and %d others run uncaptured, which is slower; where memory "
+                "is short, lower gpu.graph_tokens or kv.max_gib",
                 shape,
-                len(self._waiting),
                 str(error).partition("\n")[0],
+                len(self._waiting),
             )
             self._waiting.clear()
             return False

@@ -148,6 +148,8 @@ def run_command(name: str, command: Sequence[str], limit_s: float, environment: 
     said = lines[-1].strip(" =") if lines else ""
     state = "out of time" if code is None else "ok" if code == 0 else "failed"
     refusal = next((line for line in lines if any(word in line for word in REFUSALS)), None)
+    if state == "ok" and " skipped" in said and " passed" not in said:
+        state = "cannot run here"
     if state == "failed" and refusal is not None:
         state, said = "cannot run here", refusal
     return Verdict(name, state, round(time.monotonic() - began, 1), said, log[-LOG_CHARACTERS:])

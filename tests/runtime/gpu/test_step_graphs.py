@@ -77,8 +77,19 @@ def test_a_device_that_is_full_ends_the_captures_and_keeps_those_that_are_made(
     graphs = make(body)
     assert capture_all(graphs) == 1
     assert not graphs.capture_next()
-    assert "1 others run uncaptured" in caplog.text
-    assert "Tried to allocate)" in caplog.text
+    assert "Tried to allocate): it and 1 others run uncaptured" in caplog.text
+
+
+def test_a_device_that_computes_no_more_is_not_taken_for_a_full_one(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    graphs = make(broken)
+    monkeypatch.setattr(Stream, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        graphs.capture_next()
 
 
 def test_an_error_inside_a_capture_is_not_hidden_by_the_end_of_the_capture(
