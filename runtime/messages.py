@@ -62,6 +62,9 @@ class SamplingParams(Section):
     grammar_after: tuple[int, ...] = Field(
         (), description="tokens that end a free part, such as a thought; the grammar holds behind them"
     )
+    grammar_unless: tuple[int, ...] = Field(
+        (), description="with grammar_after: there is a free part only if the answer begins with one of these"
+    )
 
 
 class GenerateRequest(Section):

@@ -8,7 +8,8 @@ Rules, together with `ignore_eos`, `min_tokens` and stop tokens:
       `min_tokens` bars them as ever, and with ignore_eos EOS is not allowed at all;
     - where nothing can go on, the answer ends with `stop` at once, whatever min_tokens and ignore_eos say:
       no token comes behind a complete grammar.
-A thinking model is free first: the grammar begins behind the tokens of `after`.
+A thinking model is free first: the grammar begins behind the tokens of `grammar_after`. Where it may think or
+not, it is free if its first token is one of `grammar_unless`, which are allowed there.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class GrammarState:
         self._closing = tuple({*(() if sampling.ignore_eos else self._ends), *sampling.stop_token_ids})
         self._after = sampling.grammar_after
         self._recent: deque[int] = deque(maxlen=max(1, len(self._after)))
-        self.is_active = not self._after
+        self._unless = sampling.grammar_unless if self._after else ()
+        self._at_start = bool(self._unless)
+        self.is_active = not self._after or self._at_start
         self._taken = 0  # tokens that the matcher has
 
     @property
@@ -87,6 +90,11 @@ class GrammarState:
             self._recent.append(token)
             self.is_active = tuple(self._recent) == self._after
             return self.is_active
+        if self._at_start:
+            self._at_start = False
+            if token in self._unless:
+                self.is_active = False
+                return False
         if token in self._ends or token in self._closing:
             self.ended = True  # by the scheduler's rules it ends the answer
             return False
@@ -125,11 +133,17 @@ class GrammarState:
             self.ended = may_end
             self.error = None if may_end else DEAD_END
         elif may_end:
-            for token in self._closing:
-                bits[token >> 5] |= np.uint32(1 << (token & 31))
+            _set(bits, self._closing)
+        if self._at_start:
+            _set(bits, self._unless)
 
     def _why(self) -> str:
         return " ".join(self.matcher.get_error().split())[:200] or "no reason is given"
+
+
+def _set(bits: NDArray[np.uint32], tokens: Sequence[int]) -> None:
+    for token in tokens:
+        bits[token >> 5] |= np.uint32(1 << (token & 31))
 
 
 def _clear(bits: NDArray[np.uint32], tokens: Sequence[int]) -> None:

@@ -115,6 +115,24 @@ def test_the_grammar_begins_behind_the_end_of_the_thought(compiler: GrammarCompi
     assert state.ended
 
 
+def test_where_thinking_is_free_to_begin_the_first_token_decides(compiler: GrammarCompiler):
+    (start,), (end,) = ids_of("<"), ids_of(">")
+    thinks = started(compiler, "xy", grammar_after=(end,), grammar_unless=(start,))
+    assert allowed(thinks) == {*letters("x"), start}
+    take(thinks, "<")
+    assert not thinks.is_active
+    take(thinks, "free <xy")
+    take(thinks, ">")
+    assert (thinks.is_active, allowed(thinks)) == (True, letters("x"))
+    take(thinks, "xy")
+    assert thinks.ended
+    does_not = started(compiler, "xy", grammar_after=(end,), grammar_unless=(start,))
+    take(does_not, "x")
+    assert (does_not.is_active, allowed(does_not)) == (True, letters("y"))
+    take(does_not, "y")
+    assert does_not.ended
+
+
 def test_tokens_are_taken_back_one_by_one_to_the_very_same_masks(compiler: GrammarCompiler):
     state = started(compiler, "(xy|xz)+w")
     masks = [allowed(state)]
