@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.http.answer_parts import dump, new_id
+from ostinato.runtime.http.api_keys import Caller
 from ostinato.runtime.http.chat_run import begin_chat
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
 from ostinato.runtime.http.named_events import stream_frames
@@ -126,18 +127,18 @@ async def list_input_items(request: web.Request) -> web.Response:
 
 
 async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequest) -> ResponseRun:
-    owner = _owner()
+    caller = _caller()
     earlier: tuple[str, ...] = ()
     if (before := fields.previous_response_id) is not None:
-        earlier = responses.stored(before, owner).history
-    new = [_resolved(item, at, responses, owner) for at, item in enumerate(input_items(fields))]
+        earlier = responses.stored(before, caller.name).history
+    new = [_resolved(item, at, responses, caller.name) for at, item in enumerate(input_items(fields))]
     chat, names = chat_of(fields, [ITEM.validate_json(item) for item in earlier], new)
     choice = await begin_chat(state, chat, new_id("resp"), names)
     answer = ResponseAnswer(
         response_id(), state.model, state.text.codec, fields, choice, streams=bool(fields.stream)
     )
     return ResponseRun(
-        owner=owner,
+        caller=caller,
         choice=choice,
         names=names,
         answer=answer,
@@ -179,10 +180,17 @@ def _failed(responses: Responses, run: ResponseRun, error: Exception) -> bytes:
     return b"".join(frames)
 
 
-def _owner() -> str:
-    """Who asks: a response is there only for the key that made it."""
+def _caller() -> Caller:
+    """Who asks."""
     record = CURRENT.get()
-    return "" if record is None or record.caller is None else record.caller.name
+    assert record is not None  # set for every request,
+    assert record.caller is not None  # and looked at in front of these routes
+    return record.caller
+
+
+def _owner() -> str:
+    """A response is there only for the key that made it."""
+    return _caller().name
 
 
 def _number(request: web.Request, name: str, default: int, *, most: int, least: int = 0) -> int:

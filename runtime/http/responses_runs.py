@@ -13,6 +13,7 @@ from aiohttp import web
 from ostinato.errors import EngineError
 from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.api_errors import ResponseNotFound
+from ostinato.runtime.http.api_keys import Caller
 from ostinato.runtime.http.chat_run import FieldNames, run_chat
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.responses_render import ResponseAnswer
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 class ResponseRun:
     """One response being made: who asked, what came before, and the answer as far as it is."""
 
-    owner: str
+    caller: Caller
     choice: Choice
     names: FieldNames
     answer: ResponseAnswer
@@ -34,6 +35,11 @@ class ResponseRun:
     new: tuple[str, ...]  # items of this request
     keeps: bool
     background: bool
+
+    @property
+    def owner(self) -> str:
+        """Whose response it is."""
+        return self.caller.name
 
     async def frames(self, state: ServerState, *, begun: bool = False) -> AsyncGenerator[list[bytes]]:
         """Generate. What goes wrong is raised; closing it ends the sequence.
@@ -113,10 +119,15 @@ class Responses:
         return bool(background.frames if background else self.stored(response_id, owner).frames)
 
     def start(self, run: ResponseRun) -> AsyncGenerator[bytes]:
-        """Make a response in the background; returns its frames as they come."""
+        """Make a response in the background; returns its frames as they come.
+
+        It counts among the requests of its caller that run at once, as the one that asked for it does.
+        """
+        run.caller.allowance.running += 1
         background = self._running[run.answer.id] = _Background(run)
         background.add(run.answer.begin())
         background.task = asyncio.create_task(self._make(background))
+        background.task.add_done_callback(lambda _: self._settle(background))
         return self.follow(run.answer.id, run.owner, 0)
 
     async def _make(self, background: _Background) -> None:
@@ -125,16 +136,20 @@ class Responses:
             async with aclosing(run.frames(self._state, begun=True)) as frames:
                 async for some in frames:
                     background.add(some)
-        except asyncio.CancelledError:
-            background.add(run.answer.cancel())
         except Exception as error:  # border: nobody waits for this task
             if not isinstance(error, EngineError):
                 log.exception("error in a background response")
             background.add(run.answer.fail(error))
-        finally:
-            if self._running.pop(run.answer.id, None) is not None:
-                self.store.put(run.answer.id, run.stored(background.frames))
-            background.changed.set()
+
+    def _settle(self, background: _Background) -> None:
+        """Its task is over, which may have been cancelled before it began."""
+        run = background.run
+        if run.answer.status == "in_progress":
+            background.add(run.answer.cancel())
+        run.caller.allowance.leave()
+        if self._running.pop(run.answer.id, None) is not None:
+            self.store.put(run.answer.id, run.stored(background.frames))
+        background.changed.set()
 
     async def follow(self, response_id: str, owner: str, first: int) -> AsyncGenerator[bytes]:
         """Frames of a background response that was asked for as a stream, from number `first` on."""

@@ -227,3 +227,25 @@ async def test_leaving_a_stream_ends_the_sequence(client: AsyncOpenAI, served: S
     async with asyncio.timeout(3):
         while served.engine.running:
             await asyncio.sleep(0.01)
+
+
+async def test_a_background_response_counts_among_the_requests_of_its_key_and_ends_with_the_server():
+    limits = {"concurrent": 1}
+    async with serving(answer(), window=400, limits=limits, drain_s=0.05) as served:
+        served.engine.gate = asyncio.Event()
+        _, held = await served.post("/v1/responses", {"input": "Hello", "background": True})
+        status, body = await served.post("/v1/responses", {"input": "Hello"})
+        assert (status, body["error"]["code"]) == (429, "rate_limited")
+        served.engine.gate.set()
+        while (now := (await served.get(f"/v1/responses/{held['id']}"))[1])["status"] == "in_progress":
+            await asyncio.sleep(0.01)
+        assert now["output"][0]["content"][0]["text"] == TEXT
+        served.engine.gate = asyncio.Event()
+        last = (await served.post("/v1/responses", {"input": "Hello", "background": True}))[1]
+        (running,) = served.state.keys.callers.values()
+        assert running.allowance.running == 1
+        assert last["status"] == "in_progress"
+        served.stop.set()
+        async with asyncio.timeout(5):
+            await served.task
+        assert (served.engine.running, running.allowance.running) == ({}, 0)
