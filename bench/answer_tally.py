@@ -2,7 +2,7 @@
 
 Which event counts is the whole point of a load tester, so it is decided here and nowhere else: a chunk counts
 as generated when any channel of a choice (text, content, reasoning, refusal, tool call) has something in it.
-The role chunk, keep-alives, the usage chunk and the chunk that only says why it ended are not tokens.
+The role chunk, keep-alive comments, the usage chunk and the chunk that only says why it ended are not tokens.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from ostinato.bench.load_item import LoadItem
 from ostinato.bench.request_record import RequestRecord
@@ -22,16 +22,20 @@ Done = Callable[[RequestRecord], None]
 class LoadSettings(Section):
     """How the requests are sent. Several rates or concurrencies make a sweep over all pairs."""
 
-    request_rate: tuple[float, ...] = Field(
-        (math.inf,), description="requests per second, or several; inf: all at once"
+    request_rate: tuple[PositiveFloat, ...] = Field(
+        (math.inf,), min_length=1, description="requests per second, or several; inf: all at once"
     )
     burstiness: float = Field(1.0, gt=0, description="shape of the gaps: 1 Poisson, less: bursts, inf: even")
-    max_concurrency: tuple[int, ...] = Field((0,), description="requests at once, or several; 0: no limit")
+    max_concurrency: tuple[NonNegativeInt, ...] = Field(
+        (0,), min_length=1, description="requests at once, or several; 0: no limit"
+    )
     ramp_up: Literal["none", "linear", "exponential"] = Field("none", description="how the rate comes up")
     ramp_start_rate: float = Field(1.0, gt=0, description="rate at the start of a ramp")
     runs: int = Field(1, ge=1, le=100, description="runs of each point; several give confidence intervals")
     warm_ups: int = Field(0, ge=0, description="requests before the first run that are not measured")
-    processes: int = Field(1, ge=1, le=64, description="client processes; one parses some 15 000 events/s")
+    processes: int = Field(
+        1, ge=1, le=64, description="client processes; one takes 15 us of a core per event"
+    )
     save_text: bool = Field(False, description="keep the answers' texts in the dump of the requests")
 
 

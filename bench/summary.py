@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -20,7 +20,9 @@ _SLO_NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "latency": "latency"
 class SummarySettings(Section):
     """What is made of the records."""
 
-    percentiles: tuple[float, ...] = Field((50, 90, 95, 99), description="of each latency, 0 to 100")
+    percentiles: tuple[Annotated[float, Field(ge=0, le=100)], ...] = Field(
+        (50, 90, 95, 99), description="of each latency, 0 to 100"
+    )
     goodput: tuple[str, ...] = Field(
         (), description="limits in ms, as ttft:500 tpot:50 itl:100 latency:5000: counts requests within all"
     )

@@ -61,5 +61,6 @@ def _metavar(field: FieldInfo) -> str:
     choices = get_args(field.annotation)
     if choices and all(isinstance(choice, str) for choice in choices):
         return "|".join(choices)
+    kind = choices[0] if choices else field.annotation
     names: dict[object, str] = {int: "N", float: "X"}
-    return names.get(choices[0] if choices else field.annotation, "TEXT")
+    return names.get(getattr(kind, "__origin__", kind), "TEXT")  # Annotated[int, ...] is an int

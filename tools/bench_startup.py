@@ -64,11 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     for number in range(arguments.runs):
         summaries.append(start_once(command, arguments.prompt, arguments.limit_s))
         print(f"run {number + 1}: " + ", ".join(f"{name} {summaries[-1][name]:.3f}" for name, _ in _NUMBERS))
-    points = [{"runs": summaries, "over_runs": over_runs(summaries)}]
+    numbers = over_runs(summaries)
+    points = [{"runs": summaries, "over_runs": numbers}]
     settings = {"path": os.path.basename(arguments.path), "serve_flags": flags}
     save_result(make_result("startup", settings, points, output), output)
     for name, words in _NUMBERS:
-        print(f"{words:34} {shown(points[0]['over_runs'][name])}")
+        print(f"{words:34} {shown(numbers[name])}")
     return 0
 
 

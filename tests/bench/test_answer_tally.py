@@ -141,7 +141,7 @@ def test_a_record_survives_json():
 
 STREAM = (
     b": keep-alive\n\ndata: one\r\n\r\nevent: x\nid: 3\ndata:two\n\n:\n\n"
-    b"data: three\ndata: lines\n\nretry: 5\n\ndata: {\"a\": \"\xc3\xbc\"}\n\ndata: cut"
+    b'data: three\ndata: lines\n\nretry: 5\n\ndata: {"a": "\xc3\xbc"}\n\ndata: cut'
 )
 
 

@@ -64,7 +64,7 @@ async def scripted(answers: dict[str, Answer]) -> AsyncIterator[Scripted]:
     app.router.add_get("/v1/models", models)
     for path in answers:
         app.router.add_post(path, post)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)  # some answers never end
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
