@@ -61,6 +61,7 @@ class ChoiceOutput:
     ) -> None:
         """`shown_special`: special tokens that `parser` reads.  `one_call`: end behind the first call."""
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0  # of them, those of thoughts and of their markers
         self.finished = False
         self._detokenizer = codec.detokenizer(skip_special=sampling.skip_special_tokens, keep=shown_special)
         self._scanner = (
@@ -95,34 +96,44 @@ class ChoiceOutput:
         ids = event.token_ids
         if reason is None and self._scanner is None and not self._lists_tokens and not self._one_call:
             self.num_tokens += len(ids)  # the middle of most answers
-            text = self._detokenizer.push_all(ids)
-            return Delta(text) if self._parser is None else _delta(self._parser.push(text), parsed=True)
+            if self._parser is None:
+                return Delta(self._detokenizer.push_all(ids))
+            return _delta([one for i in ids for one in self._parsed(self._parser, i)], parsed=True)
         told: list[Event] = []
         for at, token_id in enumerate(ids):
             self.num_tokens += 1
             hidden = event.stop_token_id is not None and at == len(ids) - 1 and not self._shows_stop
             if hidden:
                 break
-            events = self._read(self._detokenizer.push(token_id))
+            events = self._read(token_id)
             if self._lists_tokens:
                 self._list(token_id, events, event.logprobs[at] if at < len(event.logprobs) else None)
             if self._tell(events, told):
                 return self._end(told, "stop", cut=self._stopped)
         if reason is None:
             return self._made(told)
-        events = self._read(self._detokenizer.finish())
+        last = self._detokenizer.finish()
         if self._parser is not None:
-            events += self._parser.finish()
+            events = self._parser.push(last) + self._parser.finish()
+        else:
+            events = [Content(last)] if last else []
         if self._tell(events, told):
             return self._end(told, "stop", cut=self._stopped)
         if self._scanner is not None and (held := self._scanner.finish()):
             told.append(Content(held))
         return self._end(told, reason)
 
-    def _read(self, text: str) -> list[Event]:
+    def _read(self, token_id: int) -> list[Event]:
         if self._parser is not None:
-            return self._parser.push(text)
+            return self._parsed(self._parser, token_id)
+        text = self._detokenizer.push(token_id)
         return [Content(text)] if text else []
+
+    def _parsed(self, parser: OutputParser, token_id: int) -> list[Event]:
+        thought = parser.is_thinking
+        events = parser.push(self._detokenizer.push(token_id))
+        self.num_reasoning_tokens += thought or parser.is_thinking
+        return events
 
     def _tell(self, events: list[Event], told: list[Event]) -> bool:
         """Add what may be shown to `told`; True when the answer ends with it."""

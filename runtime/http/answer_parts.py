@@ -39,11 +39,14 @@ def usage(choices: Iterable[Choice], n: int) -> dict[str, object]:
     choices = list(choices)
     prompt = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
     completion = sum(choice.output.num_tokens for choice in choices)
+    thoughts = sum(choice.output.num_reasoning_tokens for choice in choices)
+    details = {"completion_tokens_details": {"reasoning_tokens": thoughts}} if thoughts else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in choices[::n])},
+        **details,
     }
 
 

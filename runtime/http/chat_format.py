@@ -11,6 +11,7 @@ from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import ChoiceOutput
 from ostinato.runtime.grammar.grammar_spec import grammar_param, has_grammar
 from ostinato.runtime.grammar.tool_grammar import tool_call_grammar
+from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.http.tool_schema import ToolRequest, ToolTemplateRequest
 from ostinato.runtime.messages import SamplingParams
@@ -126,17 +127,32 @@ def prompt_end(state: ServerState, prompt_ids: Sequence[int]) -> str:
     return state.text.codec.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
 
 
+def _open_thoughts(state: ServerState, fields: ToolRequest) -> str:
+    """The start marker of thoughts in which a message that is to be continued ends; else empty."""
+    reasoning = state.formats.reasoning
+    if not isinstance(fields, ChatRequest) or not fields.continue_final_message or reasoning is None:
+        return ""
+    content = fields.messages[-1].content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    for start in reasoning.starts:
+        end = reasoning.end_of(start)
+        if end and text.rfind(start) > text.rfind(end):
+            return start
+    return ""
+
+
 def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:
     """How the choices of this answer are read."""
     formats, codec = state.formats, state.text.codec
     calls = bool(fields.tools) and fields.tool_choice != "none"
     schemas = {tool.function.name: tool.function.parameters or {} for tool in fields.tools or ()}
+    continued = _open_thoughts(state, fields)
     one_call = calls and fields.parallel_tool_calls is False
 
     def make(sampling: SamplingParams, prompt_ids: Sequence[int]) -> ChoiceOutput:
         parser = None
         if formats.reasoning is not None or calls:
-            end = prompt_end(state, prompt_ids)
+            end = continued or prompt_end(state, prompt_ids)
             parser = formats.parser(calls=calls, tools=schemas, prompt_end=end)
         return ChoiceOutput(
             codec, sampling, parser, shown_special=state.shown_special if parser else frozenset(),

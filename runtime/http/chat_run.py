@@ -20,7 +20,7 @@ from ostinato.runtime.http.choices import Choice, make_choices, run_choices
 from ostinato.runtime.http.request_rules import check_prompt, fit, sampling_params
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.messages import FinishReason
-from ostinato.runtime.output.events import Content, Event, Reasoning
+from ostinato.runtime.output.events import Content, Event
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,12 @@ async def begin_chat(state: ServerState, chat: ChatRequest, request_id: str, nam
 
 async def run_chat(state: ServerState, choice: Choice, names: FieldNames) -> AsyncGenerator[News]:
     """What the answer says, as it comes. Closing it ends the sequence; raises what `run_choices` raises."""
-    thinks, thought, told = False, 0, 0
     # The engine may still refuse it: that is where a grammar is compiled.
     with refused_as(names):
         async with aclosing(run_choices(state, [choice])) as deltas:
             async for _, delta in deltas:
-                events = _events(delta)
-                # Where one step gives several tokens all count for what it ends with.
-                thinks = isinstance(events[-1], Reasoning) if events else thinks
-                thought += (choice.output.num_tokens - told) * thinks
-                told = choice.output.num_tokens
-                yield News(events, delta.tokens, delta.finish_reason, thought)
+                thought = choice.output.num_reasoning_tokens
+                yield News(_events(delta), delta.tokens, delta.finish_reason, thought)
 
 
 def _events(delta: Delta) -> list[Event]:

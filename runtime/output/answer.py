@@ -46,6 +46,7 @@ class Answer:
         self.breaks = breaks
         self.num_calls = 0
         self.num_thoughts = 0
+        self.is_thinking = False
         self.has_content = False  # text that is not white space
         self._tools = tools
         self._new_id, self._on_call = new_id, on_call
@@ -85,6 +86,7 @@ class Answer:
     def start_thoughts(self) -> None:
         """Reasoning begins."""
         self.num_thoughts += 1
+        self.is_thinking = True
         if not self.has_content:
             self._space = ""
 
@@ -92,6 +94,10 @@ class Answer:
         """More reasoning."""
         if text:
             self._events.append(Reasoning(text))
+
+    def end_thoughts(self) -> None:
+        """Reasoning is over."""
+        self.is_thinking = False
 
     def start_call(self, name: str) -> None:
         """Begin a call."""

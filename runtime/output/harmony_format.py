@@ -48,6 +48,7 @@ class _Harmony(OutputFormat):
         elif to or re.search(r"<\|channel\|>\s*analysis", text):
             answer.start_thoughts()
             yield from self._until_end(read, answer.reasoning)
+            answer.end_thoughts()
         else:
             yield from self._until_end(read, answer.content)
         return True

@@ -38,11 +38,17 @@ class OutputParser:
         )
         self._steps = self._run()
         self._over = False
+        self._advance()  # thinking may have begun before the first token
 
     @property
     def num_calls(self) -> int:
         """Calls that have begun."""
         return self._answer.num_calls
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text has got into thoughts and not out of them."""
+        return self._answer.is_thinking
 
     def push(self, text: str) -> list[Event]:
         """Events that this text completes."""

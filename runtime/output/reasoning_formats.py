@@ -45,6 +45,7 @@ class MarkedThoughts(ReasoningFormat):
         yield from self.label(read)
         yield from read.take_while("\r\n")
         marker = yield from read.until((*self.ends, *answer.breaks), without_last_lines)
+        answer.end_thoughts()
         if marker in answer.breaks:
             read.put_back(marker)
         elif marker:

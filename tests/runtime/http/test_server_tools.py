@@ -196,6 +196,31 @@ async def test_thinking_may_begin_in_the_prompt_and_stay_out_of_the_answer():
         assert body["choices"][0]["message"].keys() == {"role", "content", "refusal"}
 
 
+async def test_thinking_goes_on_in_a_message_that_is_continued():
+    async with served("hm</think>yes") as server:
+        for begun, expected in (("<think>so", ("hm", "yes")), ("<think>a</think>so", ("", "hm</think>yes"))):
+            messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
+            streamed, whole = await both(server, messages=messages, continue_final_message=True)
+            assert streamed == whole
+            if expected[0]:
+                assert (whole["reasoning_content"], whole["content"]) == expected
+            else:
+                assert whole["reasoning_content"] == ""
+
+
+async def test_usage_counts_the_tokens_of_thoughts():
+    text = "<think>hm hm</think>yes"
+    async with served(text, chunk=3) as server:
+        events = await server.events(CHAT, {**ASK, "stream_options": {"include_usage": True}})
+        _, whole = await server.post(CHAT, ASK)
+    ids = tokenizer().encode(text, add_special_tokens=False).ids
+    # With a marker of several tokens thoughts are known to begin with its last one.
+    head = len(tokenizer().encode("<think>", add_special_tokens=False).ids) - 1
+    tail = len(tokenizer().encode("yes", add_special_tokens=False).ids)
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(ids) - head - tail}
+    assert events[-2]["usage"] == whole["usage"]
+
+
 async def test_an_effort_that_the_template_does_not_know_is_refused():
     async with served("x", template=CHATML) as server:
         status, body = await server.post(CHAT, {**ASK, "tools": None, "reasoning_effort": "low"})
