@@ -25,7 +25,7 @@ def prepare() -> None:
 
 
 class Forms(NamedTuple):
-    """In which forms a template reads the content of messages."""
+    """In which forms a template reads the content of messages. Neither: a list of which it reads one part."""
 
     text: bool
     parts: bool
@@ -43,8 +43,8 @@ def render_conversation(
 ) -> str:
     """The prompt text. Raises whatever the template raises.
 
-    Content is given in the form in which it came if the template reads that, else in the other one: parts
-    are joined by newlines, a text becomes one part.
+    Content is given in the form in which it came if the template reads that, else in another one: parts are
+    joined by newlines, a text becomes one part.
     """
     return _render(
         template,
@@ -60,9 +60,12 @@ def render_conversation(
 @lru_cache(maxsize=64)
 def content_forms(template: str, role: str) -> Forms:
     """Tries a conversation with a message of this role. A template that refuses it is taken to read text."""
-    text = _says(template, role, f"{_WORD} {_WORD}")
-    parts = _says(template, role, [{"type": "text", "text": _WORD}, {"type": "text", "text": _WORD}])
-    return Forms(text or not parts, parts)
+    both = f"{_WORD} {_WORD}"
+    text = _says(template, role, both)
+    parts = _says(template, role, [_part(_WORD), _part(_WORD)])
+    if not text and not parts:
+        text = not _says(template, role, [_part(both)])
+    return Forms(text, parts)
 
 
 @lru_cache(maxsize=64)
@@ -110,10 +113,15 @@ def _shaped(template: str, message: Mapping[str, object]) -> dict[str, object]:
         return dict(message)
     forms = content_forms(template, role)
     if isinstance(content, str):
-        return dict(message) if forms.text else {**message, "content": [{"type": "text", "text": content}]}
+        return dict(message) if forms.text else {**message, "content": [_part(content)]}
     if forms.parts or not all(isinstance(part, Mapping) and "text" in part for part in content):
         return dict(message)
-    return {**message, "content": "\n".join(str(part["text"]) for part in content)}
+    joined = "\n".join(str(part["text"]) for part in content)
+    return {**message, "content": joined if forms.text else [_part(joined)]}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _says(template: str, role: str, content: object) -> bool:

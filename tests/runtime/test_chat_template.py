@@ -5,7 +5,7 @@ import pytest
 from ostinato.runtime.chat_template import Forms, content_forms, render_conversation
 
 EACH = "{% for m in messages %}"
-TEXT, PARTS, EITHER = Forms(True, False), Forms(False, True), Forms(True, True)
+TEXT, PARTS, EITHER, ONE = Forms(True, False), Forms(False, True), Forms(True, True), Forms(False, False)
 TEMPLATES = {
     "prints it": (TEXT, EACH + "{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"),
     "prints it through an alias": (TEXT, EACH + "{% set c = m['content'] %}{{ c }}{% endfor %}"),
@@ -32,6 +32,7 @@ TEMPLATES = {
         EACH + "{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}"
         "{% endfor %}",
     ),
+    "reads the first part": (ONE, EACH + "{{ m['content'][0]['text'] }}{% endfor %}"),
     "asks what it is": (
         EITHER,
         EACH + "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}"
