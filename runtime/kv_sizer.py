@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+
 from ostinato.errors import EngineError
 from ostinato.runtime.memory.kv_pool import KVPool
 from ostinato.runtime.memory.kv_worker import KVWorker
@@ -73,6 +75,7 @@ class KVSizer:
         self._is_refused = False  # no growth has come since the last refusal
         self._retry_at = self._patient_until = self._give_at = 0.0
         self._cut_to: int | None = None
+        self._cut_again_at = 0.0
         self._surplus: tuple[float, int] | None = None  # since when at least so many blocks were not needed
         self._asleep = False
 
@@ -157,14 +160,20 @@ class KVSizer:
     def cut(self, move: Callable[[Moves], None]) -> None:
         """Take away what `wants_quiet` is about. No plan is in flight.
 
-        `move` copies the content of block `from` to block `to` for each pair and rewrites block tables.
+        `move` copies the content of block `from` to block `to` for each pair and rewrites block tables. Where
+        it finds no memory for the copy, all stays as it is until RETRY_S later.
         """
         if not self.wants_quiet or self._cut_to is None:
             return
         before, keep = self._blocks.committed, max(self._cut_to, self._blocks.num_held)
         moves = self._blocks.plan_moves(keep)
         if moves:
-            move(moves)
+            try:
+                move(moves)
+            except torch.OutOfMemoryError as error:
+                log.warning("KV memory is not given back yet, blocks cannot be moved: %s", error)
+                self._cut_to, self._cut_again_at = None, self._clock() + RETRY_S
+                return
             self._blocks.move(moves)
         self._blocks.shrink_tail(keep)
         if keep == self._cut_to:
@@ -301,7 +310,7 @@ class KVSizer:
                 ends.append(max(self._floor, blocks.committed - self._surplus[1]))
                 self._surplus = None
         end = min(ends)
-        if end < blocks.committed:
+        if end < blocks.committed and now >= self._cut_again_at:
             self._cut_to = end if self._cut_to is None else min(end, self._cut_to)
         elif self._cut_to is not None and wanted > 0:
             self._cut_to = None  # it is needed again

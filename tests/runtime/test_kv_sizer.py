@@ -88,3 +88,29 @@ def test_an_engine_whose_driver_fails_goes_on_with_the_memory_it_has(monkeypatch
         assert answers == {name: ToyModel().greedy(prompt, 4) for name, prompt in prompts.items()}
         driver.heal()
         engine.check()
+
+
+def test_blocks_that_cannot_be_moved_for_want_of_memory_stay_and_are_tried_again_later(caplog):
+    sized = Sized()
+    held = sized.blocks.allocate(7)
+    sized.blocks.free(held[:3])  # at the front: what is left must move to get under the target
+    sized.sizer.set_target(4 * sized.memory.block_bytes)
+
+    def full(moves):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    moved = []
+    sized.sizer.grow(0)
+    assert sized.sizer.wants_quiet
+    sized.sizer.cut(full)
+    assert not sized.sizer.wants_quiet  # steps go on
+    assert "blocks cannot be moved: CUDA out of memory" in caplog.text
+    assert sized.blocks.committed == 7
+    sized.sizer.grow(0)
+    assert not sized.sizer.wants_quiet
+    sized.now += RETRY_S
+    sized.sizer.grow(0)
+    sized.sizer.cut(moved.extend)
+    assert sized.blocks.committed == 4
+    assert len(moved) == 3
+    sized.sizer.check()
