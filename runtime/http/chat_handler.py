@@ -34,6 +34,7 @@ from ostinato.runtime.http.request_rules import (
 from ostinato.runtime.http.request_template import render_request_template
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
+from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.output.events import Content
 from ostinato.runtime.prompt_room import kept_tokens, room_left
 from ostinato.runtime.text import TextFrontEnd
@@ -44,20 +45,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     fields = await read_request(request, ChatRequest)
     state.check_open()
-    check_template(state, fields)
-    check_tools(state, fields)
     with cancelled_when_client_leaves(request):
-        sampling = sampling_params(
-            state,
-            fields,
-            limit=fields.token_limit,
-            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-        )
-        window = state.engine.info.max_model_len
-        prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
-        check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
-        sampling = fit(sampling, prompt_ids, window, param="messages")
-        sampling = chat_sampling(state, fields, sampling, prompt_ids)
+        prompt_ids, sampling = await chat_ready(state, fields)
         return await send_answer(
             request,
             fields,
@@ -66,6 +55,19 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             [sampling],
             make_output=output_maker(state, fields),
         )
+
+
+async def chat_ready(state: ServerState, fields: ChatRequest) -> tuple[list[int], SamplingParams]:
+    """Prompt and sampling of an answer, all checked. Every API whose requests become chats asks here."""
+    check_template(state, fields)
+    check_tools(state, fields)
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    sampling = sampling_params(state, fields, limit=fields.token_limit, logprobs=logprobs)
+    window = state.engine.info.max_model_len
+    prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
+    check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
+    sampling = fit(sampling, prompt_ids, window, param="messages")
+    return prompt_ids, chat_sampling(state, fields, sampling, prompt_ids)
 
 
 def chat_prompt_ids(

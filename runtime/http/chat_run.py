@@ -14,10 +14,10 @@ from ostinato.errors import RequestError
 from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import ChatRequest
-from ostinato.runtime.http.chat_format import chat_sampling, check_tools, output_maker
-from ostinato.runtime.http.chat_handler import chat_prompt_ids
+from ostinato.runtime.http.chat_format import output_maker
+from ostinato.runtime.http.chat_handler import chat_prompt_ids, chat_ready
 from ostinato.runtime.http.choices import Choice, make_choices, run_choices
-from ostinato.runtime.http.request_rules import check_prompt, fit, sampling_params
+from ostinato.runtime.http.request_rules import check_prompt
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.messages import FinishReason
 from ostinato.runtime.output.events import Content, Event
@@ -90,13 +90,7 @@ async def prompt_ids(state: ServerState, chat: ChatRequest, names: FieldNames) -
 async def begin_chat(state: ServerState, chat: ChatRequest, request_id: str, names: FieldNames) -> Choice:
     """The one sequence of an answer, ready to run."""
     with refused_as(names):
-        check_tools(state, chat)
-        logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-        sampling = sampling_params(state, chat, limit=chat.token_limit, logprobs=logprobs)
-    ids = await prompt_ids(state, chat, names)
-    with refused_as(names):
-        sampling = fit(sampling, ids, state.engine.info.max_model_len, param="messages")
-        sampling = chat_sampling(state, chat, sampling, ids)
+        ids, sampling = await chat_ready(state, chat)
     (choice,) = make_choices(
         state,
         request_id,
