@@ -194,5 +194,8 @@ class ChoiceOutput:
 
 
 def _delta(events: list[Event], *, parsed: bool) -> Delta:
+    if len(events) == 1:
+        only = events[0]
+        return Delta(only.text if isinstance(only, Content) else "", parts=(only,) if parsed else ())
     text = "".join([one.text for one in events if isinstance(one, Content)])
     return Delta(text, parts=tuple(join(events)) if parsed else ())

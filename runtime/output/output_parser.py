@@ -69,7 +69,8 @@ class OutputParser:
             except StopIteration:
                 self._over = True
                 self._answer.finish()
-        return join(self._answer.take())
+        events = self._answer.take()
+        return events if len(events) < 2 else join(events)
 
     def _run(self) -> Steps[None]:
         read, answer, calls = self._read, self._answer, self._calls

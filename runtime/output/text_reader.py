@@ -99,7 +99,7 @@ class TextReader:
         No marker may hold another one: which comes first must not depend on what has come so far.
         `drops_begun`: a marker that the end of the text cuts short is not text.
         """
-        pattern, firsts = _any_marker(markers)
+        pattern, firsts, longest = _any_marker(markers)
         while True:
             found = pattern.search(self._text, self._at) if pattern else None
             if found:
@@ -108,7 +108,7 @@ class TextReader:
                 self._at = found.end()
                 return found[0]
             whole = self.ended and not drops_begun
-            safe = len(self._text) if whole else self._safe_end(markers, firsts)
+            safe = len(self._text) if whole else self._safe_end(markers, firsts, longest)
             if safe > self._at:
                 sink(self._text[self._at : safe])
                 self._at = safe
@@ -138,24 +138,28 @@ class TextReader:
         self._at = len(self._text)
         return True
 
-    def _safe_end(self, markers: tuple[str, ...], firsts: frozenset[str]) -> int:
+    def _safe_end(self, markers: tuple[str, ...], firsts: frozenset[str], longest: int) -> int:
         """Where the longest end of the text begins that may become a marker."""
-        text, longest = self._text, max(map(len, markers), default=1)
-        for at in range(max(self._at, len(text) - longest + 1), len(text)):
+        text = self._text
+        begin = max(self._at, len(text) - longest + 1)
+        if firsts.isdisjoint(text[begin:]):
+            return len(text)
+        for at in range(begin, len(text)):
             if text[at] in firsts and any(marker.startswith(text[at:]) for marker in markers):
                 return at
         return len(text)
 
 
 @lru_cache(maxsize=64)
-def _any_marker(markers: tuple[str, ...]) -> tuple[re.Pattern[str] | None, frozenset[str]]:
+def _any_marker(markers: tuple[str, ...]) -> tuple[re.Pattern[str] | None, frozenset[str], int]:
+    """A pattern of them all, their first characters, the length of the longest."""
     for one in markers:
         assert one, "a marker has text"
         assert not any(one != other and one in other for other in markers), (
             f"{one!r} is part of another marker"
         )
     pattern = re.compile("|".join(map(re.escape, markers))) if markers else None
-    return pattern, frozenset(marker[0] for marker in markers)
+    return pattern, frozenset(marker[0] for marker in markers), max(map(len, markers), default=1)
 
 
 @lru_cache(maxsize=64)
