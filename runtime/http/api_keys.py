@@ -104,7 +104,7 @@ class KeyRing:
 
 
 def _sha256(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _read_file(path: Path) -> dict[str, _FileKey]:

@@ -19,4 +19,4 @@ def key_of(request: web.Request) -> str | None:
 def has_key(request: web.Request, key: str) -> bool:
     """Whether it carries this very key. Takes as long for any wrong key."""
     given = key_of(request) or ""
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), key.encode())

@@ -80,7 +80,11 @@ def _normal(origin: str) -> str:
     if origin == "null":
         return origin
     parts = urlsplit(origin)
-    if parts.scheme not in ("http", "https") or f"{parts.scheme}://{parts.netloc}" != origin:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or f"{parts.scheme}://{parts.netloc}" != origin
+    ):
         raise ConfigError(
             f"server.cors_origins={origin}: an origin is scheme://host or scheme://host:port, without a path"
         )
