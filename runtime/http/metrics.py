@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from ostinato.runtime.http.body_room import BodyRoom
 from ostinato.runtime.http.http_connection import Connections
 from ostinato.runtime.http.request_record import CURRENT, RequestRecord
+from ostinato.runtime.http.token_histogram import TokenHistogram
 from ostinato.runtime.messages import EngineStats
 
 _LENGTHS = tuple(float(4**power) for power in range(11))  # tokens, up to a million
@@ -63,9 +64,10 @@ class ServerMetrics:
         self.first_token_s = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token of a sequence"
         )
-        self.between_tokens_s = self._histogram(
-            "inter_token_latency_seconds", "Time from one token to the next"
+        self.between_tokens_s = TokenHistogram(
+            "ostinato_inter_token_latency_seconds", "Time from one token to the next", _LATENCY_S
         )
+        self.registry.register(self.between_tokens_s)
         self.whole_s = self._histogram("request_seconds", "Arrival to last token of a sequence")
         self.queued_s = self._histogram("queue_seconds", "Arrival to the first step of a sequence")
         self.prompt_length = self._lengths("prompt_length_tokens", "Prompt tokens of a sequence")
