@@ -120,5 +120,5 @@ def _check_kernels(graph_module: fx.GraphModule) -> None:
         names = ", ".join(name.removeprefix("ostinato::") for name in missing)
         raise CompileError(
             f"graph.target=cuda: the model needs {names}, which has no GPU kernel yet; compile it with "
-            "--target cpu"
+            "--target cpu, or serve it with --graph.target cpu"
         )
