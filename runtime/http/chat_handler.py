@@ -20,7 +20,7 @@ from ostinato.runtime.http.chat_format import (
     thinking_variables,
 )
 from ostinato.runtime.http.chat_messages import template_messages
-from ostinato.runtime.http.chat_parts import delta_json, finish_reason, message
+from ostinato.runtime.http.chat_parts import content_json, delta_json, finish_reason, message
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
 from ostinato.runtime.http.request_rules import (
@@ -35,7 +35,6 @@ from ostinato.runtime.http.request_template import render_request_template
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.messages import SamplingParams
-from ostinato.runtime.output.events import Content
 from ostinato.runtime.prompt_room import kept_tokens, room_left
 from ostinato.runtime.text import TextFrontEnd
 
@@ -147,8 +146,9 @@ class ChatAnswer:
         return out.encode()
 
     def _said(self, delta: Delta) -> list[str]:
-        parts = delta.parts or ((Content(delta.text),) if delta.text else ())
-        made = [delta_json(part, with_reasoning=self._with_reasoning) for part in parts]
+        if not delta.parts:  # nearly always: it is all content
+            return [content_json(delta.text)] if delta.text else []
+        made = [delta_json(part, with_reasoning=self._with_reasoning) for part in delta.parts]
         return [one for one in made if one is not None]
 
     def closing(self, choices: list[Choice]) -> bytes:

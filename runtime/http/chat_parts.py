@@ -13,11 +13,16 @@ def finish_reason(reason: str | None, num_calls: int) -> str | None:
     return "tool_calls" if reason == "stop" and num_calls else reason
 
 
+def content_json(text: str) -> str:
+    """The `delta` object of content."""
+    return f'{{"content":{dump(text)}}}'
+
+
 def delta_json(part: Event, *, with_reasoning: bool) -> str | None:
     """The `delta` object of one event as JSON; None if it says nothing."""
     match part:
         case Content(text):
-            return f'{{"content":{dump(text)}}}'
+            return content_json(text)
         case Reasoning(text):
             said = dump(text)
             return f'{{"reasoning_content":{said},"reasoning":{said}}}' if with_reasoning else None

@@ -4,7 +4,11 @@ import asyncio
 import json
 import re
 
+import pytest
+
 from ostinato.runtime.http import event_stream
+from ostinato.runtime.http.answer_parts import dump
+from ostinato.runtime.http.chat_parts import content_json
 from tests.support.fake_engine import say
 from tests.support.serving import serving
 
@@ -78,3 +82,16 @@ def test_nothing_is_sent_past_bytes_that_wait_or_to_a_client_that_left():
     idle = Transport()
     assert event_stream.sent_at_once(idle, b"x" * 17)
     assert idle.sent == b"11\r\n" + b"x" * 17 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain", 'quotes " and \\', "grüße\u2028\n\r\t\x00", "\U0001f600", "\ud800"]
+)
+def test_text_is_written_as_the_library_writes_it(text):
+    plain = json.dumps(text, separators=(",", ":"), allow_nan=False)
+    assert dump(text) == plain
+    assert (
+        content_json(text) == f'{{"content":{plain}}}' == json.dumps({"content": text}, separators=(",", ":"))
+    )
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        dump(float("inf"))
