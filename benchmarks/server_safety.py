@@ -2,8 +2,8 @@
 
     python -m benchmarks.server_safety [--requests 100000] [--leavers 10000] [--idle 2000] [--seed 1]
 
-A tiny model is made and compiled first; the server is a real process with a real engine.  It ends with 1 after a
-fault: an answer of 5xx, a hang, an answer that no client could read, books that do not balance, a traceback.
+A tiny model is made and compiled first; the server is a real process with a real engine.
+It ends with 1 after a fault: an answer of 5xx, a hang, an answer that no client could read, books that do not balance, a traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.support.server_process import ServerProcess, rss_mib, serving
 from tests.support.tiny_models import make_tiny
 
 WINDOW = 256
+GONE_S = 5.0  # a client that closed its socket is known to be gone after one second; many at once take longer
 LONG: dict[str, object] = {"prompt": "hello", "max_tokens": 240, "ignore_eos": True, "stream": True}
 
 
@@ -70,6 +71,7 @@ def run(server: ServerProcess, arguments: argparse.Namespace) -> tuple[list[Row]
         _row("drawn_requests_closed", drawn.closed, "1"),
     ]
     left = asyncio.run(leave(server.port, arguments.leavers, seed=arguments.seed))
+    time.sleep(GONE_S)
     server.wait_idle(30)
     rows += [
         _row("leavers", arguments.leavers, "1"),

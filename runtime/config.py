@@ -109,7 +109,7 @@ class ServerConfig(Section):
     max_bodies_mib: float = Field(
         512.0, gt=0, allow_inf_nan=False, description="request bodies held in memory at once, MiB"
     )
-    max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections; further get 503")
+    max_connections: int = Field(8192, ge=1, le=1_000_000, description="open connections; further get 503")
     header_timeout_s: float = Field(
         10.0, gt=0, allow_inf_nan=False, description="seconds for a request's head to arrive whole"
     )

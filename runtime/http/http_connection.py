@@ -83,12 +83,23 @@ class HttpConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         before = self._request_count
         super().data_received(data)
+        if self._messages and hasattr(self._messages[-1][0], "exc"):  # what came is no HTTP
+            self._break_bodies()
         if self._request_count != before:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
         elif self._head_timer is None and self._current_request is None and not self._messages and data:
             self._start_head_timer()
+
+    def _break_bodies(self) -> None:
+        """Nothing more comes of the bodies before broken bytes: whoever reads one must not wait for it."""
+        bodies = [body for _, body in self._messages]
+        if self._current_request is not None:
+            bodies.append(self._current_request.content)
+        for body in bodies:
+            if not body.is_eof():
+                body.set_exception(web.RequestPayloadError("broken framing"))
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -40,6 +40,7 @@ from ostinato.runtime.http.messages_errors import anthropic_error_body, wants_an
 from ostinato.runtime.http.messages_handler import count_tokens, create_message
 from ostinato.runtime.http.metrics import ServerMetrics
 from ostinato.runtime.http.openapi import DOCUMENT, Document, openapi
+from ostinato.runtime.http.page_handler import add_page_routes, page_paths
 from ostinato.runtime.http.request_record import CURRENT, RequestRecord
 from ostinato.runtime.http.responses_handler import add_response_routes
 from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
@@ -54,7 +55,8 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # need no API key: probes and scrapers have none
+# These need no API key: probes and scrapers have none, and the page asks for one.
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version"}) | page_paths()
 CLIENT_LEFT = 499  # before it had an answer; nginx counts it so
 ABORT_WAIT_S = 5.0  # for aborted requests to be answered
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -130,6 +132,7 @@ def make_app(
     app.cleanup_ctx.append(_engine_lifetime)
     app.on_shutdown.append(drain)
     add_response_routes(app)
+    add_page_routes(app)
     app.on_response_prepare.append(_name_request)
     app[DOCUMENT] = Document(app)
     return app
@@ -206,6 +209,7 @@ def _tell(request: web.Request, record: RequestRecord, route: str, status: int) 
 async def _name_request(request: web.Request, response: web.StreamResponse) -> None:
     if (request_id := request.get(REQUEST_ID)) is not None:
         response.headers["X-Request-Id"] = request_id
+        response.headers["Server"] = "ostinato"  # aiohttp would tell its version and Python's
         if wants_anthropic(request):
             response.headers["request-id"] = request_id
     if (origin := request.get(_ALLOWED_ORIGIN)) is not None:
