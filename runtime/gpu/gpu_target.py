@@ -62,17 +62,16 @@ class GpuTarget:
         tuning.write(self._folder)
         run = self.load(plans)
         loaded = time.perf_counter()
-        most = config.scheduler.max_running
         backend = rehearsing_backend(run, facts, config, self.device)
         try:
             with STORE.recording(is_dry=True) as wanted:
-                rehearse(backend, most)
+                rehearse(backend)
             missing = STORE.missing(wanted.variants.values())
             for binary, cubin in compile_all(missing, capability(self.device.index)):
                 STORE.add(binary, cubin)
             compiled = time.perf_counter()
             with STORE.recording() as launched:
-                rehearse(backend, most)
+                rehearse(backend)
         finally:
             backend.shut()
         if STORE.write(self._folder, launched.variants) == 0:

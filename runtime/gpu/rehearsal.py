@@ -30,26 +30,29 @@ from ostinato.runtime.sleeping_weights import FixedWeights
 SIZES = (1, 2, 4, 8, MAX_TOKENS, 32, 512)  # of tokens and of rows; the last is for the sampler's config
 
 
-def rehearsal_shapes(max_running: int) -> list[StepShape]:
-    """A shape of each class that a server with so many sequences at once can form, smallest first."""
-    decode = [StepShape(size, size, size) for size in SIZES if size <= max_running]
-    mixed = [StepShape(size, s, s) for size in SIZES for s in (1, 2) if s < size and s <= max_running]
+def rehearsal_shapes() -> list[StepShape]:
+    """A shape of each class that a server of any settings can form, smallest first."""
+    decode = [StepShape(size, size, size) for size in SIZES]
+    mixed = [
+        StepShape(size, sequences, sequences) for size in SIZES for sequences in (1, 2) if sequences < size
+    ]
     rows = [StepShape(size, 1, rows) for size in (MAX_TOKENS, SIZES[-1]) for rows in SIZES if rows <= size]
     return sorted({*decode, *mixed, *rows})
 
 
-def rehearse(backend: GpuBackend, max_running: int) -> None:
+def rehearse(backend: GpuBackend) -> None:
     """Run each of them once."""
-    for shape in rehearsal_shapes(max_running):
+    for shape in rehearsal_shapes():
         backend.rehearse(shape)
 
 
 def rehearsing_backend(
     run: Bound, facts: ModelFacts, config: EngineConfig, device: torch.device
 ) -> GpuBackend:
-    """A back end over a program and two blocks of random KV, with room for the largest step; `shut` it."""
+    """A back end over a program and two blocks of random KV, with room for these shapes; `shut` it."""
     config = resolve(config, device.type)
-    scheduler = config.scheduler.model_copy(update={"max_step_tokens": MAX_STEP_TOKENS})
+    largest = {"max_step_tokens": MAX_STEP_TOKENS, "max_running": SIZES[-1]}
+    scheduler = config.scheduler.model_copy(update=largest)
     config = config.model_copy(update={"scheduler": scheduler})
     dtype = getattr(torch, facts.dtype)
     planes = [

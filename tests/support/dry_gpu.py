@@ -30,10 +30,8 @@ CPU = torch.device("cpu")
 class DryGpu:
     """A traced model as a GPU would run it; `variants` says what a step of a shape launches."""
 
-    def __init__(self, captured: CapturedGraph, choices: tuning.Choices, *, max_running: int) -> None:
-        config = EngineConfig(
-            kv=KVConfig(block_tokens=4), scheduler=SchedulerConfig(max_running=max_running, max_waiting=8)
-        )
+    def __init__(self, captured: CapturedGraph, choices: tuning.Choices) -> None:
+        config = EngineConfig(kv=KVConfig(block_tokens=4), scheduler=SchedulerConfig(max_waiting=8))
         reports = pipeline.run(captured.graph_module, config.passes, captured.facts.expected_matches)
         plans = GpuTarget(Path(), CPU).plans(captured.graph_module, config, reports)
         with _without_gpu():

@@ -63,8 +63,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuTarget:
 
 
 def rehearsed(names: list[str]) -> Any:
-    def rehearse(backend: object, most: int) -> None:
-        assert most == CONFIG.scheduler.max_running
+    def rehearse(backend: object) -> None:
         recording = gpu_target.STORE.recording_now
         assert recording is not None
         for name in names:
