@@ -27,6 +27,7 @@ from ostinato.runtime.http.api_schema import (
     TokenizeRequest,
     WakeRequest,
 )
+from ostinato.runtime.http.live_status import Status
 from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
 from ostinato.runtime.http.responses_schema import ResponsesRequest
 from ostinato.runtime.http.server_state import STATE
@@ -70,6 +71,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/config"): Route(_OBJECT),
     ("GET", "/version"): Route(answers.Version, is_open=True),
     ("GET", "/openapi.json"): Route(_OBJECT),
+    ("GET", "/status"): Route(Status),
+    ("GET", "/"): Route(_OBJECT, media="text/html", is_open=True),
+    ("GET", "/page/{name}"): Route(_OBJECT, media="*/*", is_open=True),
     ("POST", "/admin/sleep"): Route(EngineState, SleepRequest),
     ("POST", "/admin/wake"): Route(EngineState, WakeRequest, body_required=False),
     ("POST", "/admin/kv"): Route(EngineState, KVTargetRequest),
@@ -157,7 +161,8 @@ def _operation(method: str, path: str, said: str, route: Route, names: dict[type
     def content(model: type[BaseModel], media: str) -> Json:
         return {media: {"schema": {"$ref": _REF.format(model=names[model])}}}
 
-    good = {"text/plain": {"schema": {"type": "string"}}} if route.media == "text/plain" else {}
+    is_text = route.media != "application/json"
+    good = {route.media: {"schema": {"type": "string"}}} if is_text else {}
     good = good or content(route.answer, route.media)
     if route.streams:
         good |= {"text/event-stream": {"schema": {"type": "string"}}}
