@@ -2,8 +2,8 @@
 
     python -m benchmarks.server_safety [--requests 100000] [--leavers 10000] [--idle 2000] [--seed 1]
 
-A tiny model is made and compiled first; the server is a real process with a real engine.
-It ends with 1 after a fault: an answer of 5xx, a hang, an answer that no client could read, books that do not balance, a traceback.
+A tiny model is made and compiled first; the server is a real process with a real engine.  After a fault it
+ends with 1: an answer of 5xx, a hang, an answer that no client could read, open books, a traceback.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
-from ostinato.errors import ConfigError, ContextTooLong, EngineError, Overloaded, RequestError
+from ostinato.errors import ConfigError, EngineError, RequestError
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.context_window import context_window
 from ostinato.runtime.frames import Events, Message
@@ -36,12 +36,12 @@ from ostinato.runtime.messages import (
     GenerateRequest,
     KVTarget,
     Order,
-    Refused,
     Sleep,
     TokenEvent,
     TokenLogprob,
 )
-from ostinato.runtime.request_check import check_request
+from ostinato.runtime.queue_times import QueueTimes
+from ostinato.runtime.request_check import check_request, refusal_of
 from ostinato.runtime.runner import Model
 from ostinato.runtime.scheduling.plan import Outcome, Plan
 from ostinato.runtime.scheduling.scheduler import Scheduler
@@ -113,6 +113,7 @@ class Engine:
             self._sizer.close()
             raise
         self._in_flight: deque[LaunchedStep] = deque()
+        self._queue_times = QueueTimes(clock)
         self._grammars = make_grammars(model.folder, facts, wake=self.inbox.wake, clock=clock)
         self._scheduler = Scheduler(
             self._blocks,
@@ -248,8 +249,9 @@ class Engine:
                 self._backend.open(message, self._scheduler.tokens(message.request_id))
                 if grammar is not None:
                     self._grammars.start(message, grammar)
+                self._queue_times.arrived(message.request_id)
             except RequestError as error:
-                refusals.append(_refusal(message.request_id, error))
+                refusals.append(refusal_of(message.request_id, error))
         return refusals, events
 
     def _unpark(self) -> list[Message]:
@@ -261,11 +263,12 @@ class Engine:
                 continue
             self._scheduler.abort(name)
             self._close(name)
-            refusals.append(_refusal(name, error))
+            refusals.append(refusal_of(name, error))
         return refusals
 
     def _close(self, name: str) -> None:
         self._backend.close(name)
+        self._queue_times.take(name)
         self._grammars.close(name)
 
     def _answer(self, call: Call) -> tuple[CallDone, list[TokenEvent]]:
@@ -296,6 +299,7 @@ class Engine:
 
     def _launch(self, plan: Plan) -> list[TokenEvent]:
         """Give a plan to the device. One that raises ends its own requests only."""
+        self._queue_times.planned(plan)
         try:
             self._in_flight.append(self._backend.launch(plan, self._grammars.masks(plan)))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
@@ -356,6 +360,7 @@ class Engine:
             stop_token_id=outcome.stop_token_id,
             cached_tokens=outcome.cached_tokens if is_first else 0,
             error=outcome.error,
+            queued_s=self._queue_times.take(name) if is_first else 0.0,
         )
         if outcome.finish_reason is not None:
             self._close(name)
@@ -389,12 +394,3 @@ class Engine:
             self._sizer.shrink()
             outlet.send([self.stats()])
         self.inbox.wait(None)
-
-
-def _refusal(request_id: str, error: RequestError) -> Refused:
-    kind: Literal["InvalidRequest", "ContextTooLong", "Overloaded"] = "InvalidRequest"
-    if isinstance(error, ContextTooLong):
-        kind = "ContextTooLong"
-    elif isinstance(error, Overloaded):
-        kind = "Overloaded"
-    return Refused(request_id=request_id, error=kind, message=str(error), param=error.param)

@@ -103,6 +103,7 @@ class TokenEvent:
     stop_token_id: int | None = None  # the EOS or stop token that ended it; it is the last of token_ids
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first event
     error: str | None = None
+    queued_s: float = 0.0  # from the engine's inbox to the first step with it; on the first event
 
 
 class Refused(Section):

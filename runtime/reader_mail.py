@@ -61,4 +61,5 @@ def joined(events: Sequence[TokenEvent]) -> TokenEvent:
         last.stop_token_id,
         first.cached_tokens,
         last.error,
+        first.queued_s,
     )

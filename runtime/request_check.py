@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ostinato.errors import InvalidRequest
-from ostinato.runtime.messages import EngineInfo, GenerateRequest
+from typing import Literal
+
+from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded, RequestError
+from ostinato.runtime.messages import EngineInfo, GenerateRequest, Refused
 from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.sampling.sampling_check import validate_sampling
 
@@ -23,3 +25,13 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"the prompt holds token id {wrong}: ids are from 0 to {info.vocab_size - 1}", param="prompt"
         )
     validate_sampling(request.sampling, info.vocab_size)
+
+
+def refusal_of(request_id: str, error: RequestError) -> Refused:
+    """What a client is told of a request that never ran."""
+    kind: Literal["InvalidRequest", "ContextTooLong", "Overloaded"] = "InvalidRequest"
+    if isinstance(error, ContextTooLong):
+        kind = "ContextTooLong"
+    elif isinstance(error, Overloaded):
+        kind = "Overloaded"
+    return Refused(request_id=request_id, error=kind, message=str(error), param=error.param)

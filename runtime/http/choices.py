@@ -123,6 +123,7 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
                 if not choice.events:
                     choice.cached_tokens, choice.prompt_logprobs = event.cached_tokens, event.prompt_logprobs
                     clock.times.cached_tokens = event.cached_tokens
+                    clock.queued(event.queued_s)
                 choice.events += 1
                 before = choice.output.num_tokens
                 delta = choice.output.push(event)
