@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, pydantic_function_tool
+from pydantic import BaseModel
 
 from ostinato.errors import ConfigError
 from tests.support.fake_engine import Script, say
@@ -324,3 +326,34 @@ async def test_variables_of_a_template_are_not_looked_for_in_its_words():
         assert (status, body["error"]["param"]) == (400, "reasoning_effort")
         status, body = await server.post(CHAT, ASK)
         assert (status, body["error"]["param"]) == (400, "tools")
+
+
+class Weather(BaseModel):
+    """What the official client's helper makes a strict tool of."""
+
+    city: str
+    days: int
+
+
+async def test_the_official_client_runs_an_agent_s_loop_and_parses_strict_tools():
+    weather = pydantic_function_tool(Weather, name="get_weather")
+    asked = {"model": "toy", "messages": ASK["messages"], "tools": [weather]}
+    async with (
+        served(f"<think>hm</think>{CALL}") as server,
+        AsyncOpenAI(api_key="x", base_url=f"{server.url}/v1", max_retries=0) as client,
+    ):
+        first = await client.chat.completions.create(**asked)
+        message = first.choices[0].message
+        (call,) = message.tool_calls
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments) == {"city": "Köln 😀", "days": 9007199254740993}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        await client.chat.completions.create(**{**asked, "messages": [*ASK["messages"], message, result]})
+        prompt = server.state.text.decode(server.engine.requests[-1].prompt_token_ids)
+        assert "rain" in prompt
+        async with client.chat.completions.stream(**asked) as stream:
+            kinds = {event.type async for event in stream}
+            final = (await stream.get_final_completion()).choices[0].message
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    (parsed,) = final.tool_calls
+    assert parsed.function.parsed_arguments == Weather(city="Köln 😀", days=9007199254740993)
