@@ -1,0 +1,193 @@
+"""Structured output over HTTP: fields, names of errors, and a real engine behind a real port. Case B57."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from pydantic import ValidationError
+
+from ostinato.errors import InvalidRequest
+from ostinato.runtime.config import EngineConfig, ServerConfig
+from ostinato.runtime.engine_thread import EngineThread
+from ostinato.runtime.http.api_errors import refusal
+from ostinato.runtime.http.api_schema import ChatRequest, CompletionRequest
+from ostinato.runtime.http.grammar_schema import grammar_params
+from ostinato.runtime.http.serve_app import listen, serve
+from ostinato.runtime.http.server import make_app
+from tests.support.engine_runs import toy_config
+from tests.support.grammar_runs import toy_folder
+from tests.support.toy_model import ToyModel
+from tests.support.toy_text import front_end
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+STRICT = {**SCHEMA, "additionalProperties": False}
+TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {}, "end": "<"}],
+    "triggers": ["<f"],
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
+        ({"response_format": TAGS}, {"response_format": TAGS}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+        ),
+        ({"guided_json": SCHEMA}, {"json_schema": SCHEMA, "grammar_param": "guided_json"}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA, "grammar_param": "guided_json"}),
+        ({"guided_regex": "a+"}, {"regex": "a+", "grammar_param": "guided_regex"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b"), "grammar_param": "guided_choice"}),
+        ({"guided_grammar": "g"}, {"grammar": "g", "grammar_param": "guided_grammar"}),
+        (
+            {"structured_outputs": {"json": False}},
+            {"json_schema": False, "grammar_param": "structured_outputs.json"},
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            {"response_format": {"type": "json_object"}, "grammar_param": "structured_outputs.json_object"},
+        ),
+        (
+            {"structured_outputs": {"structural_tag": TAGS}},
+            {"response_format": TAGS, "grammar_param": "structured_outputs.structural_tag"},
+        ),
+    ],
+)
+def test_every_way_to_ask_reaches_the_engine(fields: dict[str, Any], params: dict[str, Any]):
+    for schema, base in (
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+        (CompletionRequest, {"prompt": "x"}),
+    ):
+        assert grammar_params(schema.model_validate({**base, **fields})) == params
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["a"]}},
+        "response_format.structures",
+    ),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
+    ({"guided_regex": 1}, "guided_regex"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "3"}, "guided_json"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=[str(fields)[:60] for fields, _ in WRONG])
+def test_what_is_asked_wrongly_is_named(fields: dict[str, Any], param: str):
+    with pytest.raises((ValidationError, InvalidRequest)) as caught:
+        grammar_params(CompletionRequest.model_validate({"prompt": "x", **fields}))
+    error = caught.value
+    assert (refusal(error) if isinstance(error, ValidationError) else error).param == param
+
+
+@asynccontextmanager
+async def toy_server(path: Path) -> AsyncIterator[str]:
+    """A server whose engine is the toy model on a thread."""
+    folder = toy_folder(path)
+
+    def load(path: Path, config: EngineConfig) -> ToyModel:
+        return ToyModel(path)
+
+    engine = EngineThread(folder, toy_config(), load=load)
+    config = ServerConfig(port=0, drain_s=1.0)
+    app = make_app(engine, config, front_end())
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(app, listen(config), on_ready=ready.set_result, stop=stop))
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield ready.result()
+    finally:
+        stop.set()
+        await task
+
+
+async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as http, http.post(url + path, json=body) as response:
+        raw = await response.text()
+        return response.status, raw if body.get("stream") and response.status == 200 else json.loads(raw)
+
+
+async def test_answers_match_on_both_routes_streamed_and_whole(tmp_path: Path):
+    async with toy_server(tmp_path) as url:
+        base: dict[str, Any] = {"seed": 3, "max_tokens": 100, "logit_bias": {"3": 1}}
+        chat = {**base, "messages": [{"role": "user", "content": "Hello"}]}
+        text = {**base, "prompt": "the quick"}
+        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": STRICT, "strict": True}}
+        status, answer = await post(url, CHAT, {**chat, "response_format": wanted})
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        if choice["finish_reason"] == "stop":
+            assert json.loads(choice["message"]["content"])["a"] <= 99
+        status, answer = await post(url, COMPLETE, {**text, "n": 3, "guided_regex": "[a-z]{3}[0-9]{2}"})
+        assert status == 200, answer
+        for choice in answer["choices"]:
+            assert choice["finish_reason"] == "stop"
+            assert re.fullmatch("[a-z]{3}[0-9]{2}", choice["text"])
+        status, raw = await post(
+            url, COMPLETE, {**text, "stream": True, "structured_outputs": {"choice": ["yes", "no"]}}
+        )
+        assert status == 200, raw
+        pieces = [json.loads(line[6:]) for line in raw.split("\n\n") if line.startswith("data: {")]
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) in ("yes", "no")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"guided_json": {"type": "object", "properties": {"foo": "bar"}}}, "guided_json"),
+    ({"guided_json": {"type": "objekt"}}, "guided_json"),
+    ({"guided_json": {"type": "string", "pattern": "([a-z"}}, "guided_json"),
+    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+    ({"guided_regex": "a" * 300_000}, "guided_regex"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+]
+
+
+async def test_wrong_grammars_are_400_beside_answers_that_go_on_streamed_or_not(tmp_path: Path):
+    async with toy_server(tmp_path) as url:
+        long = {"prompt": "the quick", "max_tokens": 120, "ignore_eos": True}
+        beside = [asyncio.create_task(post(url, COMPLETE, long)) for _ in range(3)]
+        for stream in (False, True):
+            for fields, param in REFUSED:
+                status, body = await post(url, COMPLETE, {"prompt": "x", "stream": stream, **fields})
+                assert (status, body["error"]["param"], body["error"]["code"]) == (
+                    400,
+                    param,
+                    "invalid_value",
+                )
+                assert body["error"]["message"].startswith(f"{param}: ")
+                assert len(json.dumps(body)) < 1024
+        for status, answer in await asyncio.gather(*beside):
+            assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+        async with aiohttp.ClientSession() as http, http.get(url + "/health") as response:
+            assert response.status == 200
