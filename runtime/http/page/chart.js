@@ -53,9 +53,5 @@ export class Chart {
   }
 }
 
-// 1, 2 or 5 times a power of ten, not below the highest value.
-function ceiling(highest) {
-  if (highest <= 0) return 1;
-  const power = 10 ** Math.floor(Math.log10(highest));
-  return [1, 2, 5, 10].find((step) => step * power >= highest) * power;
-}
+// A power of two with some room over the highest value.
+const ceiling = (highest) => 2 ** Math.ceil(Math.log2(Math.max(highest * 1.05, 1)));

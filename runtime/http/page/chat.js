@@ -112,9 +112,7 @@ async function answer(body) {
   turn.busy(true);
   waiting(true);
   const started = performance.now();
-  let first = null;
-  let usage = null;
-  let end = "";
+  let [first, usage, end] = [null, null, ""];
   try {
     show(turn);
     for await (const event of events(await ask("v1/chat/completions", { body, signal: mine.signal }))) {
@@ -150,8 +148,8 @@ async function answer(body) {
 
 function timing(usage, started, first) {
   if (!usage) return "";
-  const [ask, made] = [usage.prompt_tokens, usage.completion_tokens];
-  const told = `${ask} + ${made} tokens, first after ${((first - started) / 1000).toFixed(2)} s`;
+  const made = usage.completion_tokens;
+  const told = `${usage.prompt_tokens} + ${made} tokens, first after ${((first - started) / 1000).toFixed(2)} s`;
   const seconds = (performance.now() - first) / 1000;
   return made > 1 && seconds > 0.05 ? `${told}, then ${rate((made - 1) / seconds)} per second` : told;
 }

@@ -40,9 +40,9 @@ const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 export function bytes(count) {
   let at = 0;
   for (; count >= 1024 && at < UNITS.length - 1; at++) count /= 1024;
-  return `${count >= 100 || at === 0 ? Math.round(count) : count.toFixed(1)} ${UNITS[at]}`;
+  return `${count >= 100 || Number.isInteger(count) ? Math.round(count) : count.toFixed(1)} ${UNITS[at]}`;
 }
 
 export const whole = (count) => count.toLocaleString("en-US", { maximumFractionDigits: 0 });
 
-export const rate = (value) => (value >= 100 ? whole(value) : value.toFixed(value ? 1 : 0));
+export const rate = (value) => (value >= 100 || Number.isInteger(value) ? whole(value) : value.toFixed(1));

@@ -8,7 +8,8 @@ const EVERY_MS = 1000;
 const AFTER_ERROR_MS = 3000;
 const SAMPLES = 300; // one a second: five minutes
 
-const size = (blocks) => (blockBytes ? bytes(blocks * blockBytes) : `${whole(blocks)} blocks`);
+const amount = (count) => (blockBytes ? bytes(count) : `${whole(count)} blocks`);
+const size = (blocks) => amount(blocks * (blockBytes || 1));
 const samples = []; // {kv: [used, cached, free], work: [running, waiting], rate: [tokens per second]}
 let before = null; // {engine, at} of the last answer
 let timer = 0;
@@ -19,7 +20,7 @@ let charts = null;
 export function startLive() {
   const chart = (id, title, kinds, unit) => new Chart(byId(id), { title, kinds, unit, most: SAMPLES });
   charts = {
-    kv: chart("kv-chart", "KV memory with physical pages", ["used", "cached", "free"], size),
+    kv: chart("kv-chart", "KV memory with physical pages", ["used", "cached", "free"], amount),
     work: chart("work-chart", "Requests", ["used", "cached"], whole),
     rate: chart("rate-chart", "Generated tokens per second", ["used"], rate),
   };
@@ -59,15 +60,13 @@ function show(status, at) {
   else if (status.stalled_s > 2) state(`no step for ${Math.round(status.stalled_s)} s`, "bad");
   else state(engine.running ? "running" : "idle", "good");
   say(byId("model"), status.model);
-  const seconds = before ? (at - before.at) / 1000 : 0;
-  const per = (now, then) => (before && seconds > 0 ? Math.max(0, now - then) / seconds : 0);
-  const tokens = per(engine.generated_tokens, before?.engine.generated_tokens);
-  const replays = per(engine.graph_replays, before?.engine.graph_replays);
+  const per = (name) => (before ? (1000 * Math.max(0, engine[name] - before.engine[name])) / (at - before.at) : 0);
+  const [tokens, replays] = [per("generated_tokens"), per("graph_replays")];
   before = { engine, at };
   if (engine.blocks_committed) blockBytes = engine.kv_bytes_committed / engine.blocks_committed;
   const free = Math.max(0, engine.blocks_committed - engine.blocks_used - engine.blocks_cached);
   const kv = [engine.blocks_used, engine.blocks_cached, free];
-  samples.push({ kv, work: [engine.running, engine.waiting], rate: [tokens] });
+  samples.push({ kv: kv.map((blocks) => blocks * (blockBytes || 1)), work: [engine.running, engine.waiting], rate: [tokens] });
   if (samples.length > SAMPLES) samples.shift();
   for (const [name, chart] of Object.entries(charts)) chart.draw(samples.map((sample) => sample[name]));
   tiles(engine, tokens);
@@ -90,21 +89,25 @@ function tiles(engine, tokens) {
 
 function memory(engine, [used, cached, free]) {
   const map = byId("kv-map");
-  const parts = [used, cached, free, Math.max(0, engine.blocks_capacity - engine.blocks_committed)];
-  if (!map.children.length) map.append(...["used", "cached", "free", "away"].map((kind) => make("i", { class: kind })));
-  parts.forEach((blocks, at) => {
-    map.children[at].style.flexBasis = `${engine.blocks_capacity ? (100 * blocks) / engine.blocks_capacity : 0}%`;
-  });
+  const away = Math.max(0, engine.blocks_capacity - engine.blocks_committed);
+  bar(map, { used, cached, free });
+  bar(byId("kv-range"), { held: engine.blocks_committed, away });
   const rows = [
     ["Used", size(used), "used"],
     ["Cached", size(cached), "cached"],
     ["Free", size(free), "free"],
-    ["Unmapped", size(parts[3]), "away"],
-    ["Committed", size(engine.blocks_committed), "sum"],
+    ["Unmapped", size(away), "away"],
+    ["Committed", size(engine.blocks_committed), "held"],
     ["Capacity", size(engine.blocks_capacity), "sum"],
   ];
   describe(byId("kv-legend"), rows);
   map.setAttribute("aria-label", `Memory map: ${rows.map(([name, value]) => `${name} ${value}`).join(", ")}`);
+}
+
+function bar(place, parts) {
+  const sum = Object.values(parts).reduce((a, b) => a + b, 0) || 1;
+  if (!place.children.length) place.append(...Object.keys(parts).map((kind) => make("i", { class: kind })));
+  Object.values(parts).forEach((part, at) => (place.children[at].style.flexBasis = `${(100 * part) / sum}%`));
 }
 
 function steps({ engine, info, compiled }, replays) {
