@@ -34,7 +34,7 @@ def test_the_changelog_is_of_this_version():
 def test_pages_name_only_settings_that_exist():
     known = {path for path, _ in settings()}
     sections = "|".join(sorted({path.split(".")[0] for path in known if "." in path}))
-    named = re.compile(rf"(?:--|`)((?:{sections})\.[a-z_-]+)")
+    named = re.compile(rf"(?:--|`)((?:{sections})\.[a-z_-]+(?:\.[a-z_-]+)*)")
     found = {name.replace("-", "_") for page in PAGES for name in named.findall(page.read_text())}
     assert len(found) > 10
     assert found - known == set()

@@ -229,6 +229,21 @@ def test_a_serving_engine_rests_while_requests_wait_for_its_waking():
     assert tokens_of(outlet.sent, "a") == TRUTH
 
 
+def test_requests_are_aborted_while_the_engine_sleeps_and_others_go_on_after_waking(engine):
+    engine.inbox.put(greedy("running", PROMPT), greedy("other", PROMPT))
+    engine.step()
+    call(engine, Sleep(call_id=1, level=1))
+    engine.inbox.put(greedy("queued", PROMPT), Abort(request_ids=("running", "queued")))
+    news = engine.step()
+    for name in ("running", "queued"):
+        assert [event.finish_reason for event in events_of(news, name)] == ["abort"]
+    wake(engine)
+    news = finish(engine)
+    assert tokens_of(news, "other") == TRUTH[-len(tokens_of(news, "other")) :]
+    assert (engine.stats().blocks_used, engine.stats().waiting) == (0, 0)
+    engine.check()
+
+
 async def test_a_client_waits_for_the_answer_and_raises_what_went_wrong():
     client = EngineThread("toy", toy_config(), load=load_toy)
     await client.start()
