@@ -1,7 +1,8 @@
 """From logits to tokens. R rows (one per sequence that samples), V vocabulary, N blocks of BLOCK tokens.
 
-Order of things: bias, barred and allowed tokens, penalties (`penalties.py`); then argmax, or temperature, min_p, top_k,
-top_p and one draw. top_p is taken of what top_k and min_p left. A temperature below GREEDY_BELOW is greedy.
+Order of things: bias, barred and allowed tokens, penalties (`penalties.py`); then argmax, or temperature,
+min_p, top_k, top_p and one draw. top_p is taken of what top_k and min_p left. A temperature below
+GREEDY_BELOW is greedy.
 Between equal logits the lower id goes first, in greedy, top_k and top_p alike.
 
 A draw inverts the cumulative distribution, in the order of token ids, at one number that depends on

@@ -38,7 +38,7 @@ def test_answers_of_the_demo_model_keep_to_their_grammars(demo_artifact: Path):
     with LLM(demo_artifact) as llm:
         chats = [[{"role": "user", "content": "Tell me about Oslo as JSON."}]] * len(asked)
         outputs = [output.outputs[0] for output in llm.chat(chats, asked, progress=False)]
-        with pytest.raises(InvalidRequest, match="regex: .*unclosed group"):
+        with pytest.raises(InvalidRequest, match=r"regex: .*unclosed group"):
             llm.generate("x", SamplingParams(regex="("))
     for output in outputs[:4]:
         assert output.finish_reason in ("stop", "length")

@@ -37,7 +37,8 @@ def test_a_file_gives_names_and_limits_and_need_not_hold_the_keys_themselves(tmp
     digest = hashlib.sha256(b"sk-bob").hexdigest()
     path = key_file(
         tmp_path,
-        f'[alice]\nkey = "sk-alice"\nconcurrent = 4\nrequests_per_minute = 0\n[bob]\nkey_sha256 = "{digest}"\n',
+        '[alice]\nkey = "sk-alice"\nconcurrent = 4\nrequests_per_minute = 0\n'
+        f'[bob]\nkey_sha256 = "{digest}"\n',
     )
     ring = KeyRing.of(
         ServerConfig(api_key_file=path, limits=LimitsConfig(requests_per_minute=60, tokens_per_minute=9))

@@ -55,9 +55,11 @@ async def test_listed_pages_may_ask_and_read_also_errors_and_streams():
 
 
 async def test_a_star_lets_every_page_in():
-    async with serving(say([10]), cors_origins="*") as served:
-        async with served.http.get(served.url + "/health", headers={"Origin": "null"}) as answer:
-            assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, "null")
+    async with (
+        serving(say([10]), cors_origins="*") as served,
+        served.http.get(served.url + "/health", headers={"Origin": "null"}) as answer,
+    ):
+        assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (200, "null")
 
 
 @pytest.mark.parametrize(

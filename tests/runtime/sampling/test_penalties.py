@@ -115,7 +115,7 @@ def test_the_last_token_of_a_bad_word_is_barred_where_the_answer_ends_with_its_b
     words = ((5,), (2, 3), (1, 2, 4))
     expected = [BAR if token in barred else value for token, value in enumerate(LOGITS)]
     assert adjusted([1, 2, *answer], 2, bad_word_ids=words) == expected  # the prompt begins no word
-    assert adjusted([*answer], 0, bad_word_ids=words, logit_bias={token: 50 for token in barred}) == expected
+    assert adjusted([*answer], 0, bad_word_ids=words, logit_bias=dict.fromkeys(barred, 50)) == expected
 
 
 def test_a_forced_token_that_completes_a_bad_word_leaves_nothing():
