@@ -15,7 +15,8 @@ async def read_body(request: web.Request) -> bytes:
     """The whole body, which must not be compressed: a few bytes could become gigabytes.
 
     Raises BodyTooLarge before more than the limit is kept, declared length or not; BodyTimeout when it does
-    not arrive in time; BodyEncoded; InvalidRequest for broken chunks; Overloaded when too many others are on their way.
+    not arrive in time; BodyEncoded; InvalidRequest for broken chunks; Overloaded when too many others are on
+    their way.
     """
     if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
         shown = "".join(char if char.isprintable() else "?" for char in encoding[:40])

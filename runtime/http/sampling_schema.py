@@ -200,8 +200,8 @@ class SamplingRequest(GrammarRequest):
     stream: bool | None = optional("server-sent events", "false")
     stream_options: StreamOptions | None = optional("needs `stream`; its fields are below")
     priority: Annotated[Whole, Field(ge=-(2**31), le=2**31 - 1)] | None = optional(
-        "lower runs first, and takes the place of a running one of worse priority, which goes on later where it "
-        "was. There is no ageing: while better ones keep the server full, worse ones wait",
+        "lower runs first, and takes the place of a running one of worse priority, which goes on later where "
+        "it was. There is no ageing: while better ones keep the server full, worse ones wait",
         "0",
     )
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = optional(
