@@ -117,6 +117,7 @@ def curl_line(url: str, model: str, config: EngineConfig) -> str:
     """A request that works when pasted into a shell."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": model, "messages": messages, "temperature": 0, "max_tokens": 64})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_key or config.server.api_key_file else ""
+    needs_key = config.server.api_key or config.server.api_key_file
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     json_header = "-H 'Content-Type: application/json'"
     return f"curl -s {url}/v1/chat/completions {json_header}{key} \\\n  -d {shlex.quote(body)}"
