@@ -166,7 +166,12 @@ class KernelStore:
         try:
             index = _Index.model_validate(json.loads((folder / INDEX).read_bytes()))
             cubins = (folder / CUBINS).read_bytes()
-        except (OSError, ValueError, ValidationError) as error:
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            said = f"{where}: {first['msg']}"
+            raise ArtifactError(f"{folder / INDEX}: {said}; compile the model again") from None
+        except (OSError, ValueError) as error:
             raise ArtifactError(f"{folder / INDEX}: {error}; compile the model again") from None
         if index.capability != (here := capability_here()):
             raise ArtifactError(

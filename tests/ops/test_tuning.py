@@ -1,0 +1,76 @@
+"""Which way of computing a skinny layer is taken, from a table of measurements."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.errors import ArtifactError
+from ostinato.ops import skinny_gated, skinny_linear, tuning
+from ostinato.ops.skinny_rows import Config, check_config
+
+CONFIG = {"by_tensor_cores": False, "rows": 2, "block_k": 1024, "num_warps": 4, "num_stages": 1}
+
+
+def row(tokens: int, *, us: float, parts_us: float) -> dict[str, object]:
+    shape = {"op": "skinny_linear", "tokens": tokens, "out": 64, "width": 32, "dtype": "bfloat16"}
+    return {**shape, "config": CONFIG, "us": us, "parts_us": parts_us}
+
+
+@pytest.fixture
+def choices(tmp_path: Path) -> tuning.Choices:
+    rows = [row(1, us=2.0, parts_us=5.0), row(8, us=9.0, parts_us=5.0)]
+    (tmp_path / tuning.FILE).write_text(json.dumps({"choices": rows}))
+    return tuning.read(tmp_path)
+
+
+def test_the_faster_of_kernel_and_parts_is_chosen(choices: tuning.Choices) -> None:
+    bf16 = torch.bfloat16
+    assert tuning.choice("skinny_linear", 1, 64, 32, bf16, choices) == tuning.Choice(CONFIG)
+    assert tuning.choice("skinny_linear", 8, 64, 32, bf16, choices) == tuning.BY_PARTS
+
+
+def test_tokens_between_two_classes_are_served_by_the_next(choices: tuning.Choices) -> None:
+    assert tuning.choice("skinny_linear", 5, 64, 32, torch.bfloat16, choices) == tuning.BY_PARTS
+    assert tuning.choice("skinny_linear", 2, 64, 32, torch.bfloat16, choices) is None  # nobody measured 4
+
+
+@pytest.mark.parametrize(
+    ("op", "tokens", "out", "width", "dtype"),
+    [
+        ("skinny_gated", 1, 64, 32, torch.bfloat16),
+        ("skinny_linear", 1, 65, 32, torch.bfloat16),
+        ("skinny_linear", 1, 64, 32, torch.float32),
+        ("skinny_linear", 17, 64, 32, torch.bfloat16),
+    ],
+)
+def test_a_shape_that_nobody_measured_has_no_choice(
+    choices: tuning.Choices, op: str, tokens: int, out: int, width: int, dtype: torch.dtype
+) -> None:
+    assert tuning.choice(op, tokens, out, width, dtype, choices) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"choices": [{"op": "skinny_linear"}]}', '{"choices": 3}'])
+def test_a_broken_table_is_an_artifact_error_that_names_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / tuning.FILE).write_text(text)
+    with pytest.raises(ArtifactError, match=r"tuning\.json: .*compile the model again"):
+        tuning.read(tmp_path)
+    with pytest.raises(ArtifactError, match=r"tuning\.json: .*compile the model again"):
+        tuning.read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("path", sorted(tuning.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_every_choice_of_a_shipped_table_is_a_configuration_that_its_op_takes(path: Path) -> None:
+    for choice in json.loads(path.read_text())["choices"]:
+        assert choice["op"] in tuning.OPS
+        assert choice["tokens"] in tuning.CLASSES
+        check_config(choice["op"], Config(**choice["config"]), getattr(torch, choice["dtype"]))
+    assert {skinny_linear.__name__.rpartition(".")[2], skinny_gated.__name__.rpartition(".")[2]} == set(
+        tuning.OPS
+    )
+
+
+def test_the_name_of_a_gpu_becomes_that_of_a_file() -> None:
+    assert tuning.gpu_slug("NVIDIA H200") == "nvidia-h200"
+    assert tuning.gpu_slug("NVIDIA GeForce RTX 4090 (D)") == "nvidia-geforce-rtx-4090-d"
