@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from ostinato.runtime.output.answer import Answer, long_id
 from ostinato.runtime.output.text_reader import Steps, TextReader
 
 
-class OutputFormat:
+class OutputFormat(ABC):
     """Base of both kinds of format. Has no state: one object serves all answers.
 
     No start or stray marker may be part of another one of the same model.
@@ -37,12 +38,12 @@ class OutputFormat:
         """Markers that mean nothing where they stand alone and are not shown there, at this point."""
         return ()
 
+    @abstractmethod
     def region(self, read: TextReader, answer: Answer, start: str) -> Steps[bool]:
         """Read what `start` began. False: it was no such thing, so all that was read of it is content.
 
         False must not come after an event of this region.
         """
-        raise NotImplementedError
 
 
 class ReasoningFormat(OutputFormat):

@@ -6,6 +6,7 @@ import pytest
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.output import registry
+from ostinato.runtime.output.formats import ToolFormat
 from ostinato.runtime.output.json_formats import MarkedJson
 from ostinato.runtime.output.registry import (
     choose_formats,
@@ -99,3 +100,12 @@ def test_a_package_that_fails_is_named(plugged):
     plugged("break_down")
     with pytest.raises(ConfigError, match=r"entry point 'mine' of ostinato.output_formats: OSError: no disk"):
         choose_formats("auto", "auto", None)
+
+
+def test_a_format_that_cannot_read_is_refused_when_it_is_made_and_not_in_an_answer():
+    class Mute(ToolFormat):
+        name = "mute"
+        starts = ("<mute>",)
+
+    with pytest.raises(TypeError, match=r"abstract method '?region'?"):
+        Mute()
