@@ -57,7 +57,7 @@ class GpuTarget:
         ]
 
     def make_kernels(self, plans: Sequence[PlanRecord], config: EngineConfig, facts: ModelFacts) -> float:
-        """Put the weights on the device, run every shape, and write what was launched."""
+        """Put the weights on the device, run a shape of each class, and write what was launched."""
         began = time.perf_counter()
         tuning.write(self._folder)
         run = self.load(plans)
