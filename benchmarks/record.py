@@ -49,7 +49,7 @@ class Row:
             baseline_is,
             _rounded(value / baseline) if baseline else None,
             len(samples),
-            _rounded((max(samples) - min(samples)) / value) if value else 0.0,
+            _rounded((max(samples) - min(samples)) / abs(value)) if value else 0.0,
         )
 
 
