@@ -9,6 +9,7 @@ EngineError
 │   ├── InvalidRequest   a field has a wrong type or value (`param` names it)
 │   ├── ContextTooLong   the prompt does not fit into the model's window
 │   ├── ModelNotFound    the request names a model that is not served
+│   ├── WrongTask        the model is not for this kind of request
 │   ├── Overloaded       the queue is full; try again later
 │   └── RequestAborted   the request was cancelled
 ├── SleepRefused         the engine cannot sleep now; nothing was given back
@@ -61,6 +62,10 @@ class ContextTooLong(RequestError):
 
 class ModelNotFound(RequestError):
     """The request names a model that is not served."""
+
+
+class WrongTask(RequestError):
+    """The model is not for this kind of request."""
 
 
 class Overloaded(RequestError):

@@ -1,8 +1,9 @@
-"""Build an unmodified transformers causal LM without its weights: parameters are fake, buffers are real."""
+"""Build an unmodified transformers model without its weights: parameters are fake, buffers are real."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import inspect
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -37,26 +38,29 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def build_model(config: Any, dtype: torch.dtype, hooks: CaptureHooks) -> BuiltModel:
+def build_model(
+    config: Any,
+    dtype: torch.dtype,
+    hooks: CaptureHooks,
+    *,
+    task: Literal["generate", "embed", "score"] = "generate",
+) -> BuiltModel:
     """Instantiate the class that transformers' `config` names, for number type `dtype`.
 
-    Raises ModelError when it is no causal language model that transformers defines.
+    To embed, that is the family's class without a head. Raises ModelError when transformers defines no class
+    for the task.
     """
-    import transformers
     from transformers.initialization import no_init_weights
 
-    architecture = _architecture(config)
-    model_class = getattr(transformers, architecture, None)
-    if model_class is None or not architecture.endswith("ForCausalLM"):
-        raise ModelError(
-            f"config.json: architectures={config.architectures!r}: only causal language models that "
-            f"transformers {transformers.__version__} defines (names that end in ForCausalLM) can be compiled"
-        )
+    model_class = _model_class(config, task)
+    architecture = model_class.__name__
     config.use_cache = False
     _refuse_length_dependent_rope(config.to_dict())
     try:
         with hooks.registered(), no_init_weights(), _EmptyOnMeta(), torch.no_grad():
             kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
+            if "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+                kwargs["add_pooling_layer"] = False  # its weights are in few checkpoints, its result in none
             model = model_class._from_config(config, **kwargs)
             if hooks.has_experts(model):
                 model.set_experts_implementation(IMPLEMENTATION)
@@ -97,17 +101,37 @@ def _refuse_length_dependent_rope(config: Any, where: str = "config.json") -> No
             _refuse_length_dependent_rope(value, f"{where}: {key}")
 
 
-def _architecture(config: Any) -> str:
-    if config.architectures:
-        return str(config.architectures[0])
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+_SUFFIX = {"generate": "ForCausalLM", "embed": "Model", "score": "ForSequenceClassification"}
 
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if name is None:
+
+def _model_class(config: Any, task: Literal["generate", "embed", "score"]) -> Any:
+    """transformers' class for a task: the one that the config names, if it is for it, or the family's."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    suffix = _SUFFIX[task]
+    stated = str(config.architectures[0]) if config.architectures else ""
+    if stated and not stated.endswith(suffix) and task != "embed":
         raise ModelError(
-            f"config.json: model_type={config.model_type!r} has no causal language model in transformers"
+            f"config.json: architectures={config.architectures!r}: to {task}, a model needs a class of "
+            f"transformers {transformers.__version__} whose name ends in {suffix}. Names that end in Model "
+            "or ForMaskedLM are for graph.task=embed, in ForSequenceClassification for graph.task=score"
         )
-    return str(name if isinstance(name, str) else name[0])
+    names = {
+        "generate": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "embed": modeling_auto.MODEL_MAPPING_NAMES,
+        "score": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    }[task]
+    if not stated.endswith(suffix):
+        found = names.get(config.model_type)
+        stated = str(found if isinstance(found, str) or found is None else found[0])
+    model_class = getattr(transformers, stated, None)
+    if model_class is None:
+        raise ModelError(
+            f"config.json: model_type={config.model_type!r} has no class in transformers "
+            f"{transformers.__version__} to {task} with (architectures={config.architectures!r})"
+        )
+    return model_class
 
 
 def _replace_parameters(

@@ -90,7 +90,7 @@ def capture(
             for layer in hooks.kv_layers:
                 for size in (layer.k_size, layer.v_size):
                     planes.append(torch.empty(5, block_tokens, layer.kv_heads, size, dtype=dtype))
-        exported = _export(step, inputs, planes)
+        exported = export(step, (*inputs, planes), _dynamic_shapes(planes))
     graph_module = exported.graph_module
     (logits,) = graph_module.graph.output_node().args[0]
     model_facts = ModelFacts(
@@ -99,15 +99,15 @@ def capture(
         kv_layers=tuple(hooks.kv_layers),
         attention=tuple(hooks.attention),
     )
-    constants = _name_weights(exported, graph_module, built)
+    constants = name_weights(exported, graph_module, built)
     return CapturedGraph(graph_module, model_facts, constants)
 
 
-def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.export.ExportedProgram:
+def _dynamic_shapes(planes: list[Tensor]) -> dict[str, Any]:
     tokens = Dim("T", min=1, max=MAX_STEP_TOKENS)
     seqs = Dim("B", min=1, max=4096)
     num_blocks = Dim("NB", min=1, max=1 << 30)
-    shapes: dict[str, Any] = {
+    return {
         "token_ids": {0: tokens},
         "positions": {0: tokens},
         "slot_mapping": {0: tokens},
@@ -117,9 +117,15 @@ def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.expo
         "logit_rows": {0: Dim("R", min=0, max=MAX_STEP_TOKENS)},
         "kv": [{0: num_blocks} for _ in planes],
     }
+
+
+def export(
+    step: nn.Module, args: tuple[Any, ...], dynamic_shapes: dict[str, Any]
+) -> torch.export.ExportedProgram:
+    """Trace a step around `step.model`. Raises ModelError as the hooks do, CompileError for the rest."""
     try:
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # no stub
-            return torch.export.export(step, (*inputs, planes), strict=False, dynamic_shapes=shapes)
+            return torch.export.export(step, args, strict=False, dynamic_shapes=dynamic_shapes)
     except ModelError:
         raise
     except Exception as error:  # torch.export raises many kinds; the message is what helps
@@ -133,7 +139,7 @@ def _export(step: _Step, inputs: StepInputs, planes: list[Tensor]) -> torch.expo
         ) from error
 
 
-def _name_weights(
+def name_weights(
     exported: torch.export.ExportedProgram, gm: fx.GraphModule, built: BuiltModel
 ) -> dict[str, Tensor]:
     """Give every placeholder its role and every weight its expression; one placeholder per tied tensor."""

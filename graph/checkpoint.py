@@ -122,6 +122,17 @@ def _places(path: Path, header: Any, base: int) -> Iterator[tuple[str, TensorPla
     yield from found
 
 
+def read_tensors(places: dict[str, TensorPlace]) -> dict[str, Tensor]:
+    """Copies of the tensors of a small file."""
+    found = {}
+    for name, place in places.items():
+        with place.file.open("rb") as file:
+            file.seek(place.start)
+            raw = bytearray(file.read(place.stop - place.start))
+        found[name] = torch.frombuffer(raw, dtype=place.dtype).reshape(place.shape)
+    return found
+
+
 class Checkpoint:
     """All tensors of a model folder by name. Opening verifies them; reading maps, so it takes no memory."""
 

@@ -16,3 +16,9 @@ class GraphConfig(Section):
     target: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="device to compile for; auto: a GPU where torch finds one"
     )
+    task: Literal["auto", "generate", "embed", "score"] = Field(
+        "auto", description="what the model is for; auto: by modules.json and the architecture in its config"
+    )
+    pooling: Literal["auto", "mean", "last", "cls"] = Field(
+        "auto", description="embed: which hidden states make the vector; auto: as the model folder says"
+    )

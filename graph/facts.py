@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from ostinato.section import Section
@@ -30,6 +32,23 @@ class AttentionFact(Section):
     scale: float
     window: int = 0  # 0: full attention
     softcap: float = 0.0  # 0: none
+    causal: bool = True
+
+
+class PoolingFacts(Section):
+    """What a model gives that answers with numbers for each whole input instead of generated tokens."""
+
+    task: Literal["embed", "score"] = Field(description="a vector of an input, or a score of a pair of texts")
+    pooling: Literal["mean", "last", "cls"] = Field(
+        description="what stands for a sequence: the mean of its rows, its last row or its first"
+    )
+    size: int = Field(description="numbers in an answer")
+    normalize: bool = Field(False, description="vectors have length 1")
+    matryoshka: tuple[int, ...] = Field((), description="lengths that vectors may be cut to; empty: any")
+    sigmoid: bool = Field(False, description="scores are squeezed into 0 to 1")
+    causal: bool = Field(description="a token sees those before it only")
+    first_position: int = Field(0, description="position of a sequence's first token")
+    token_types: int = Field(0, description="kinds of tokens that the model tells apart; 0: none")
 
 
 class ModelFacts(Section):
@@ -45,6 +64,7 @@ class ModelFacts(Section):
     attention: tuple[AttentionFact, ...]
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    pooling: PoolingFacts | None = None  # None: it generates
     expected_matches: dict[str, int] = Field(
         default_factory=dict, description="pass name -> matches it must reach"
     )

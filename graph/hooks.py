@@ -32,6 +32,12 @@ _HARMLESS = {
 }  # fmt: skip
 
 
+def unknown_arguments(kwargs: dict[str, Any], dropout: float) -> str:
+    """Arguments of an attention call that change its math and that no op of ours has, as words."""
+    unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
+    return ", ".join(unknown) or (f"dropout={dropout}" if dropout else "")
+
+
 class MaskFact(NamedTuple):
     """Stands in for a mask while tracing: only its window matters, the op does the rest."""
 
@@ -84,7 +90,7 @@ class CaptureHooks:
     def has_experts(self, model: nn.Module) -> bool:
         return any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in model.modules())
 
-    def _mask(self, *args: Any, **kwargs: Any) -> MaskFact:
+    def _mask(self, *args: Any, **kwargs: Any) -> Any:  # Any: what `_attention` then gets
         mask_function = kwargs["mask_function"]
         window = int(kwargs.get("local_size") or 0)
         with _disable_current_modes(), torch.no_grad():
@@ -113,12 +119,8 @@ class CaptureHooks:
         softcap: float | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         name = type(module).__name__
-        unknown = sorted(
-            k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False
-        )
-        if unknown or dropout:
-            what = ", ".join(unknown) or f"dropout={dropout}"
-            raise ModelError(f"{name}: attention with {what} cannot be carried into the graph")
+        if unknown := unknown_arguments(kwargs, dropout):
+            raise ModelError(f"{name}: attention with {unknown} cannot be carried into the graph")
         if not isinstance(attention_mask, MaskFact):
             raise ModelError(
                 f"{name}: no causal mask reached its attention (got {type(attention_mask).__name__})"

@@ -16,6 +16,9 @@ from ostinato.graph import tokenizer_files
 from ostinato.graph.checkpoint import Checkpoint
 
 SAMPLE_BYTES = 4096
+# Of sentence-transformers: what is done with the hidden states; see pooling.py.
+SENTENCE_FILES = ("modules.json", "sentence_bert_config.json")
+POOLING_FILES = "[0-9]_*/*.*"
 
 
 class HfSource:
@@ -40,7 +43,8 @@ class HfSource:
     def fingerprint(self) -> str:
         """sha256 hex over what `ModelSource` lists."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name in (*tokenizer_files.COPIED, *tokenizer_files.SLOW):
+        pooling = sorted(str(path.relative_to(self.path)) for path in self.path.glob(POOLING_FILES))
+        for name in (*tokenizer_files.COPIED, *tokenizer_files.SLOW, *SENTENCE_FILES, *pooling):
             if (self.path / name).is_file():
                 digest.update(name.encode() + hashlib.sha256((self.path / name).read_bytes()).digest())
         for file in self.checkpoint.files:
@@ -102,18 +106,19 @@ def sample(stream: Any, start: int, stop: int) -> bytes:  # Any: a binary file, 
     return head + stream.read(min(SAMPLE_BYTES, stop - start))
 
 
-def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
-    """Content of a JSON file of a model folder; {} if it is absent and not needed. Raises ModelError."""
+def read_json(path: Path, *, needed: bool = False, kind: type = dict) -> Any:  # Any: of that kind
+    """Content of a JSON file of a model folder; empty if it is absent and not needed. Raises ModelError."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         if not needed:
-            return {}
+            return kind()
         raise ModelError(
             f"{path}: missing; a model folder needs it. Finish the download of the model"
         ) from error
     except (OSError, RecursionError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: {type(content).__name__} instead of an object; download it again")
+    if not isinstance(content, kind):
+        wanted = "an object" if kind is dict else f"a {kind.__name__}"
+        raise ModelError(f"{path}: {type(content).__name__} instead of {wanted}; download it again")
     return content

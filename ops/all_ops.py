@@ -4,6 +4,7 @@ from ostinato.ops import (  # noqa: F401
     add_rms_norm,
     gelu_tanh_mul,
     kv_write,
+    mean_rows,
     moe_experts,
     paged_attention,
     rms_norm,
@@ -16,4 +17,5 @@ from ostinato.ops import (  # noqa: F401
     skinny_linear,
     take_pending,
     token_scores,
+    varlen_attention,
 )

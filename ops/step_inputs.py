@@ -1,4 +1,4 @@
-"""The tensors that change with every step; the one calling convention of graphs, programs and runners.
+"""The tensors that change with every step: the calling conventions of graphs, programs and runners.
 
 T tokens of the whole step (all sequences, one after another), B sequences, M block-table width,
 R rows of the hidden state whose logits are wanted (0 <= R <= T).
@@ -23,3 +23,13 @@ class StepInputs(NamedTuple):
 
 # K and V planes of a layer are two tensors [num_blocks, block_tokens, kv_heads, head_size];
 # a graph takes them flat, k of layer 0, v of layer 0, k of layer 1, ... after the step inputs.
+
+
+class PoolInputs(NamedTuple):
+    """A step of a model that gives one vector per sequence. Every sequence is whole, so nothing is cached."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]; position of each token in its sequence
+    token_types: Tensor  # int64 [T]; which part of a pair a token is of: 0 or 1
+    query_start: Tensor  # int32 [B + 1], in host memory; first token of each sequence; last entry is T
+    rows: Tensor  # int64 [B]; the row of each sequence that stands for it: its first or its last

@@ -28,7 +28,7 @@ from ostinato import __version__
 from ostinato.errors import ArtifactError, no_such_path
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops import all_ops, native  # noqa: F401  # all_ops registers the operators
-from ostinato.ops.step_inputs import StepInputs
+from ostinato.ops.step_inputs import PoolInputs, StepInputs
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.program import Bound, Program, bind
@@ -153,7 +153,7 @@ class LoadedModel:
         self.facts = manifest.facts
         self.start_team = start_team
 
-    def __call__(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+    def __call__(self, inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
         return self._run(inputs, kv)
 
 
@@ -286,6 +286,8 @@ def compile_options(config: EngineConfig, device: str = "cpu") -> dict[str, Any]
     return of_gpu | {
         "graph.dtype": config.graph.dtype,
         "graph.target": config.graph.target,
+        "graph.task": config.graph.task,
+        "graph.pooling": config.graph.pooling,
         "passes.off": sorted(config.passes.off),
         "passes.fuel": config.passes.fuel,
     }
@@ -293,10 +295,12 @@ def compile_options(config: EngineConfig, device: str = "cpu") -> dict[str, Any]
 
 def settings_too_late(manifest: Manifest, config: EngineConfig) -> list[str]:
     """`name=value` of each setting of a compile that is not at its default and not what the artifact has."""
-    defaults = compile_options(EngineConfig())
+    defaults, pooling = compile_options(EngineConfig()), manifest.facts.pooling
     made = manifest.options | {
         "graph.dtype": manifest.facts.dtype,
         "graph.target": manifest.target.device,
+        "graph.task": "generate" if pooling is None else pooling.task,
+        "graph.pooling": None if pooling is None else pooling.pooling,
     }
     return [
         f"{name}={value}"
@@ -323,7 +327,7 @@ def bind_files(
     ]
     last_tokens = [plan.last for plan in plans]
 
-    def run(inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+    def run(inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
         return runs[bisect_left(last_tokens, inputs.token_ids.shape[0])](inputs, kv)
 
     return runs[0] if len(runs) == 1 else run, library.start_team

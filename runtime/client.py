@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from ostinato.runtime.messages import EngineInfo, EngineState, EngineStats, GenerateRequest, TokenEvent
+from ostinato.runtime.messages import (
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    GenerateRequest,
+    PoolRequest,
+    PoolResult,
+    TokenEvent,
+)
 
 
 class EngineClient(Protocol):
@@ -31,6 +39,12 @@ class EngineClient(Protocol):
         request.
 
         Raises Overloaded when the queue is full, ContextTooLong, InvalidRequest, EngineDead.
+        """
+
+    async def pool(self, requests: Sequence[PoolRequest]) -> list[PoolResult]:
+        """Numbers of all these inputs, in their order. One failure, or leaving early, ends all of them.
+
+        Raises Overloaded, ContextTooLong, InvalidRequest, WrongTask, RequestAborted, EngineDead, EngineError.
         """
 
     async def abort(self, request_ids: list[str]) -> None:

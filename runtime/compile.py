@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -28,6 +27,9 @@ from ostinato.graph.build import BuiltModel, build_model
 from ostinato.graph.capture import CapturedGraph, capture
 from ostinato.graph.expectations import expected_matches
 from ostinato.graph.hooks import CaptureHooks
+from ostinato.graph.pool_capture import capture_pooling
+from ostinato.graph.pool_hooks import PoolHooks
+from ostinato.graph.pooling import pooling_plan
 from ostinato.graph.source import ModelSource, load_config, open_source, resolve_dtype
 from ostinato.graph.weights import weight_exprs
 from ostinato.ops.weight_expr import Expr, evaluate
@@ -43,13 +45,14 @@ from ostinato.runtime.artifact import (
     PlanRecord,
     Proof,
     compile_options,
-    read_manifest,
     this_target,
 )
+from ostinato.runtime.artifact_folder import make_parent, only_compiler_of, replace_folder, same_artifact
 from ostinato.runtime.compile_stages import Progress
 from ostinato.runtime.compile_target import CompileTarget, Plan, chosen_device, open_target
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
+from ostinato.runtime.pooling.pool_proof import prove_pooling
 from ostinato.runtime.program import Bound, lower
 from ostinato.runtime.proof import prove
 from ostinato.runtime.sigterm import exits_on_sigterm
@@ -80,9 +83,9 @@ def compile_model(
         raise ArtifactError(f"{out} exists and is not an artifact; choose another folder for -o")
     opened = open_source(source) if isinstance(source, str | Path) else source
     key = compile_key(opened, config)
-    _make_parent(out)
-    with exits_on_sigterm(), _only_compiler_of(out):
-        there = None if config.passes.dump_dir else _same_artifact(out, key)
+    make_parent(out)
+    with exits_on_sigterm(), only_compiler_of(out):
+        there = None if config.passes.dump_dir else same_artifact(out, key)
         if there is not None:
             log.info("%s is up to date", out)
             return there
@@ -92,7 +95,7 @@ def compile_model(
         try:
             folder.mkdir()
             manifest = _Compile(opened, folder, config, key, report).run()
-            _replace(folder, out)
+            replace_folder(folder, out)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise CompileError(
@@ -134,7 +137,7 @@ def _code_hash() -> str:
         "compile_target.py",
     )
     runtime = [package / "runtime" / name for name in names]
-    parts = ("graph", "passes", "ops", "runtime/gpu")
+    parts = ("graph", "passes", "ops", "runtime/gpu", "runtime/pooling")
     folders = [path for name in parts for path in (package / name).iterdir()]
     folders += (package / "ops" / "tuned").glob("*.json")
     for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h", ".json")):
@@ -193,8 +196,10 @@ class _Compile:
     def _build(self) -> BuiltModel:
         hf_config = load_config(self._source)
         self._dtype = resolve_dtype(self._config.graph.dtype, self._source)
-        self._hooks = CaptureHooks()
-        built = build_model(hf_config, self._dtype, self._hooks)
+        self._pooling = pooling_plan(self._source, self._config.graph)
+        self._hooks = CaptureHooks() if self._pooling is None else PoolHooks()
+        task = "generate" if self._pooling is None else self._pooling.task
+        built = build_model(hf_config, self._dtype, self._hooks, task=task)
         # before anything slow: it finds config and weights that do not belong together
         self._by_parameter = weight_exprs(
             built.params, built.tied, self._source, built.config, model=built.model
@@ -222,7 +227,10 @@ class _Compile:
             "eos_token_ids": self._source.eos_token_ids,
             "bos_token_id": self._source.bos_token_id,
         }
-        captured = capture(built, self._hooks, facts, block_tokens=self._config.kv.block_tokens)
+        if isinstance(self._hooks, PoolHooks) and self._pooling is not None:
+            captured = capture_pooling(built, self._hooks, facts, self._pooling)
+        else:
+            captured = capture(built, self._hooks, facts, block_tokens=self._config.kv.block_tokens)
         expected = expected_matches(built.model, captured.graph_module.graph)
         return captured._replace(facts=captured.facts.model_copy(update={"expected_matches": expected}))
 
@@ -259,6 +267,11 @@ class _Compile:
         def weight(node: fx.Node) -> Tensor:
             return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
 
+        if (pooling := captured.facts.pooling) is not None:
+            return prove_pooling(
+                unfused, weight, program, pooling, dtype=self._dtype, vocab_size=captured.facts.vocab_size,
+                longest=captured.facts.max_model_len, device=device,
+            )  # fmt: skip
         return prove(
             unfused, weight, program, captured.facts.kv_layers,
             dtype=self._dtype, vocab_size=captured.facts.vocab_size,
@@ -335,66 +348,3 @@ def _record(report: PassReport) -> PassRecord:
         name=report.name, matched=report.matched, expected=report.expected, refused=report.refused,
         milliseconds=round(report.seconds * 1000, 1), proofs=tuple(str(proof) for proof in report.proofs),
     )  # fmt: skip
-
-
-def _make_parent(out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        writable = os.access(out.parent, os.W_OK)
-    except OSError as error:
-        raise CompileError(f"{out}: {error}; choose another folder for -o") from None
-    if not writable:
-        raise CompileError(f"{out.parent}: no right to write there; choose another folder for -o")
-
-
-@contextlib.contextmanager
-def _only_compiler_of(out: Path) -> Iterator[None]:
-    """Let one process at a time compile into `out`. The lock ends with its process at the latest."""
-    path = out.parent / f".{out.name}.lock"
-    while True:
-        try:
-            lock = open(path, "w")  # noqa: SIM115  # held across the yield below
-        except OSError as error:
-            raise CompileError(f"{path}: {error.strerror}; choose another folder for -o") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("another process compiles %s; waiting for it", out)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
-            break
-        lock.close()  # the one before us removed the file that we waited on
-    with lock:
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _same_artifact(out: Path, key: str) -> Manifest | None:
-    if not (out / MANIFEST).is_file():
-        return None
-    try:
-        manifest = read_manifest(out)
-    except ArtifactError as error:
-        log.warning("%s; replacing it", error)
-        return None
-    whole = all(
-        (out / name).is_file() and (out / name).stat().st_size == record.bytes
-        for name, record in manifest.files.items()
-    )
-    return manifest if manifest.key == key and whole else None
-
-
-def _replace(folder: Path, out: Path) -> None:
-    """Rename `folder` to `out`; an old artifact is moved aside first and removed last."""
-    old = out.parent / f".{out.name}.{os.getpid()}.old.partial"
-    if out.exists():
-        os.rename(out, old)
-    os.rename(folder, out)
-    descriptor = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    shutil.rmtree(old, ignore_errors=True)

@@ -41,7 +41,7 @@ from ostinato.runtime.messages import (
     TokenLogprob,
 )
 from ostinato.runtime.queue_times import QueueTimes
-from ostinato.runtime.request_check import check_request, refusal_of
+from ostinato.runtime.request_check import check_request, refusal_of, wrong_task
 from ostinato.runtime.runner import Model
 from ostinato.runtime.scheduling.plan import Outcome, Plan
 from ostinato.runtime.scheduling.scheduler import Scheduler
@@ -231,6 +231,9 @@ class Engine:
         refusals: list[Message] = []
         events: list[TokenEvent] = []
         for message in mail:
+            if isinstance(message, PoolRequest):
+                refusals.append(refusal_of(message.request_id, wrong_task("embed", self.info)))
+                continue
             if not isinstance(message, GenerateRequest | Abort):
                 done, settled = self._answer(message)
                 refusals.append(done)

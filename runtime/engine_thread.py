@@ -13,7 +13,7 @@ from pathlib import Path
 from ostinato.errors import EngineDead, EngineError
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.cpu_threads import bound_threads, plan_threads
-from ostinato.runtime.engine import Engine
+from ostinato.runtime.any_engine import make_engine
 from ostinato.runtime.frames import Message
 from ostinato.runtime.inbox import Inbox
 from ostinato.runtime.messages import EngineInfo, Order
@@ -76,7 +76,7 @@ class EngineThread(StreamingClient):
         try:
             model = self._loaded()
             with bound_threads(plan_threads(self._config.cpu), start_team=model.start_team):
-                engine = Engine(model, self._config, inbox=self._inbox)
+                engine = make_engine(model, self._config, inbox=self._inbox)
                 with engine:
                     info = engine.info.model_copy(update={"load_seconds": time.monotonic() - began})
                     _call(loop, _set_result, ready, info)

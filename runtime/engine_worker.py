@@ -63,8 +63,8 @@ def _serve(
     folder = Path(start.artifact)
     with hashes_ahead(folder) as digest:
         # Imported here: the parent may hang up first, and importing torch takes a second.
+        from ostinato.runtime.any_engine import make_engine
         from ostinato.runtime.cpu_threads import bound_threads, plan_threads
-        from ostinato.runtime.engine import Engine
         from ostinato.runtime.inbox import Inbox
 
         if load is None:
@@ -77,7 +77,7 @@ def _serve(
         listener.start()  # before the binding below: a new thread inherits its maker's core
         model = load(folder, start.config)
     with bound_threads(plan_threads(start.config.cpu), start_team=model.start_team):
-        engine = Engine(model, start.config, inbox=inbox)
+        engine = make_engine(model, start.config, inbox=inbox)
         gc.collect()
         gc.freeze()  # what is loaded stays: no later collection needs to look at it
         with engine:

@@ -25,6 +25,8 @@ from ostinato.runtime.messages import (
     GenerateRequest,
     KVTarget,
     Order,
+    PoolRequest,
+    PoolResults,
     Refused,
     Sleep,
     TokenEvent,
@@ -49,7 +51,7 @@ class Events(Section):
     events: tuple[TokenEvent, ...]
 
 
-Message = Start | Order | EngineInfo | EngineStats | Events | Refused | CallDone | Fatal
+Message = Start | Order | EngineInfo | EngineStats | Events | PoolResults | Refused | CallDone | Fatal
 KINDS: tuple[type[Message], ...] = (
     Start,
     GenerateRequest,
@@ -59,6 +61,8 @@ KINDS: tuple[type[Message], ...] = (
     Events,
     Refused,
     Fatal,
+    PoolRequest,
+    PoolResults,
     KVTarget,
     Sleep,
     Wake,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from ostinato.graph.facts import PoolingFacts
 from ostinato.section import Section
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -77,6 +78,33 @@ class GenerateRequest(Section):
     cache_salt: str = ""
 
 
+class PoolRequest(Section):
+    """One input to embed, or a pair of texts to score. It is answered by one `PoolResult`, or `Refused`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    token_types: tuple[int, ...] = Field((), description="0 or 1 for each token; empty: all 0")
+    dimensions: int | None = Field(None, description="embed: keep so many numbers; None: all")
+    normalize: bool | None = Field(None, description="embed: make the length 1; None: as the model does")
+    sigmoid: bool | None = Field(None, description="score: squeeze into 0 to 1; None: as the model does")
+    priority: int = Field(0, description="lower runs first, as in vLLM")
+
+
+class PoolResult(Section):
+    """The numbers of one input: little-endian float32 in base64. With `error` there are none."""
+
+    request_id: str
+    numbers: str = ""
+    error: str = ""
+    queued_s: float = 0.0
+
+
+class PoolResults(Section):
+    """All results of one step."""
+
+    results: tuple[PoolResult, ...]
+
+
 class TokenLogprob(Section):
     """Log-probability of one emitted (or prompt) token and of its alternatives, best first."""
 
@@ -110,7 +138,7 @@ class Refused(Section):
     """A request that never ran; the client raises the named class of errors.py. Nothing follows it."""
 
     request_id: str
-    error: Literal["InvalidRequest", "ContextTooLong", "Overloaded"]
+    error: Literal["InvalidRequest", "ContextTooLong", "Overloaded", "WrongTask"]
     message: str
     param: str | None = None
 
@@ -147,6 +175,7 @@ class EngineInfo(Section):
     bos_token_id: int | None = None
     dtype: str
     artifact: str  # folder; holds tokenizer/
+    pooling: PoolingFacts | None = None  # None: it generates
     load_seconds: float = 0.0
 
 
@@ -177,7 +206,7 @@ class Wake(Section):
 
 
 Call = KVTarget | Sleep | Wake  # each is answered by one `CallDone`
-Order = GenerateRequest | Abort | Call  # all that a front end says to a running engine
+Order = GenerateRequest | PoolRequest | Abort | Call  # all that a front end says to a running engine
 
 
 class EngineState(Section):

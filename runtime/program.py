@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, fx
 
 from ostinato.errors import ArtifactError, CompileError
-from ostinato.ops.step_inputs import StepInputs
+from ostinato.ops.step_inputs import PoolInputs, StepInputs
 from ostinato.section import Section
 
 SCHEMA = 1
@@ -77,8 +77,9 @@ def lower(graph_module: fx.GraphModule, weight_keys: Mapping[str, str]) -> Progr
             result = value.name
         else:
             raise CompileError(f"graph node {node.name}: {node.op} cannot be put into a program")
-    if result is None or tuple(inputs["step"]) != StepInputs._fields:
-        raise CompileError(f"graph has step inputs {inputs['step']}, wanted {list(StepInputs._fields)}")
+    wanted = PoolInputs._fields if "rows" in inputs["step"] else StepInputs._fields
+    if result is None or tuple(inputs["step"]) != wanted:
+        raise CompileError(f"graph has step inputs {inputs['step']}, wanted {list(wanted)}")
     return Program(
         step_inputs=tuple(inputs["step"]),
         kv=tuple(inputs["kv"]),
@@ -138,7 +139,7 @@ def resolve_op(name: str) -> Callable[..., Any]:
     raise ArtifactError(f"program step calls {name!r}, which this version of ostinato or torch does not have")
 
 
-Bound = Callable[[StepInputs, Sequence[Tensor]], Tensor]
+Bound = Callable[[StepInputs | PoolInputs, Sequence[Tensor]], Tensor]
 
 
 def bind(

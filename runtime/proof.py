@@ -9,7 +9,7 @@ the noise of sixty maxima does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from ostinato.errors import CompileError, ModelError
 from ostinato.graph.facts import KVLayer
 from ostinato.ops import all_ops
-from ostinato.ops.step_inputs import StepInputs
+from ostinato.ops.step_inputs import PoolInputs, StepInputs
 from ostinato.runtime.artifact import Proof
 from ostinato.runtime.program import Bound
 
@@ -53,7 +53,7 @@ def prove(
     """
     steps = [_moved(inputs, device) for inputs in _two_steps(vocab_size, block_tokens, seed)]
     if device != CPU:
-        weights = _kept(weights, device)
+        weights = kept(weights, device)
     runs: dict[str, tuple[Tensor, list[Tensor]]] = {}
     for name, compute in (("truth", torch.float64), ("plain", None), ("ours", None)):
         planes = _planes(kv_layers, block_tokens, compute or dtype, device)
@@ -62,9 +62,9 @@ def prove(
             if name == "ours":
                 logits.append(program(inputs, planes).clone())
             else:
-                logits.append(_interpret(graph_module, weights, inputs, planes, compute))
+                logits.append(interpret(graph_module, weights, inputs, planes, compute))
         runs[name] = (torch.cat(logits).double().cpu(), [plane.double().cpu() for plane in planes])
-    _refuse_infinite(runs, dtype)
+    refuse_infinite(runs, dtype)
     proof = _compare(runs, torch.finfo(dtype).eps, routed=_has_router(graph_module))
     if proof.max_error > proof.budget or proof.kv_max_error > proof.kv_budget:
         raise CompileError(
@@ -76,7 +76,7 @@ def prove(
     return proof
 
 
-def _refuse_infinite(runs: dict[str, tuple[Tensor, list[Tensor]]], dtype: torch.dtype) -> None:
+def refuse_infinite(runs: Mapping[str, tuple[Tensor, Sequence[Tensor]]], dtype: torch.dtype) -> None:
     """Without numbers to compare with, any error would be allowed."""
     infinite = {
         name: not all(bool(tensor.isfinite().all()) for tensor in (logits, *planes))
@@ -120,7 +120,7 @@ def _moved(inputs: StepInputs, device: torch.device) -> StepInputs:
     return StepInputs(*(tensor.to(device) for tensor in inputs))
 
 
-def _kept(weights: Callable[[fx.Node], Tensor], device: torch.device) -> Callable[[fx.Node], Tensor]:
+def kept(weights: Callable[[fx.Node], Tensor], device: torch.device) -> Callable[[fx.Node], Tensor]:
     there: dict[fx.Node, Tensor] = {}
 
     def weight(node: fx.Node) -> Tensor:
@@ -143,11 +143,11 @@ def _planes(
 
 
 @torch.no_grad()
-def _interpret(
+def interpret(
     graph_module: fx.GraphModule,
     weights: Callable[[fx.Node], Tensor],
-    inputs: StepInputs,
-    planes: list[Tensor],
+    inputs: StepInputs | PoolInputs,
+    planes: Sequence[Tensor],
     compute: torch.dtype | None,
 ) -> Tensor:
     """Run the graph node by node; with `compute`, every float tensor and every cast becomes that type.

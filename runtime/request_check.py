@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded, RequestError
+from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded, RequestError, WrongTask
 from ostinato.runtime.messages import EngineInfo, GenerateRequest, Refused
 from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.sampling.sampling_check import validate_sampling
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
-    """Raise InvalidRequest or ContextTooLong for what this model cannot run.
+    """Raise InvalidRequest, ContextTooLong or WrongTask for what this model cannot run.
 
     `max_tokens` past the window is no error: it is an upper bound, and the answer ends with `length`.
     """
+    check_task("generate", info)
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
@@ -27,11 +28,35 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     validate_sampling(request.sampling, info.vocab_size)
 
 
+ROUTES = {  # what a front end over HTTP does it with
+    "generate": "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
+    "embed": "/v1/embeddings, /v1/score and /v1/rerank",
+    "score": "/v1/score and /v1/rerank",
+}
+
+
+def check_task(task: Literal["generate", "embed", "score"], info: EngineInfo) -> None:
+    """Raise WrongTask for what the model cannot do. Vectors give scores too, by their angle."""
+    able = "generate" if info.pooling is None else info.pooling.task
+    if task != able and (task, able) != ("score", "embed"):
+        raise wrong_task(task, info)
+
+
+def wrong_task(task: Literal["generate", "embed", "score"], info: EngineInfo) -> WrongTask:
+    """The refusal, which says what the model can do."""
+    able = "generate" if info.pooling is None else info.pooling.task
+    return WrongTask(
+        f"{info.model} cannot {task}: it is a model to {able} with, for {ROUTES[able]}", param="model"
+    )
+
+
 def refusal_of(request_id: str, error: RequestError) -> Refused:
     """What a client is told of a request that never ran."""
-    kind: Literal["InvalidRequest", "ContextTooLong", "Overloaded"] = "InvalidRequest"
+    kind: Literal["InvalidRequest", "ContextTooLong", "Overloaded", "WrongTask"] = "InvalidRequest"
     if isinstance(error, ContextTooLong):
         kind = "ContextTooLong"
     elif isinstance(error, Overloaded):
         kind = "Overloaded"
+    elif isinstance(error, WrongTask):
+        kind = "WrongTask"
     return Refused(request_id=request_id, error=kind, message=str(error), param=error.param)

@@ -22,11 +22,16 @@ from ostinato.runtime.messages import (
     GenerateRequest,
     KVTarget,
     Order,
+    PoolRequest,
+    PoolResult,
+    PoolResults,
     Refused,
     Sleep,
     TokenEvent,
     Wake,
 )
+from ostinato.runtime.pooling.pool_answers import PoolAnswers
+from ostinato.runtime.pooling.pool_check import check_pool_request
 from ostinato.runtime.reader_mail import ReaderMail
 from ostinato.runtime.request_check import check_request
 
@@ -40,6 +45,7 @@ class StreamingClient(ABC):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._queues: dict[str, ReaderMail] = {}
+        self._pools = PoolAnswers()
         self._ending: set[str] = set()  # closed by their reader; the engine's last event is still to come
         self._calls: dict[int, asyncio.Future[EngineState]] = {}
         self._call_ids = count(1)
@@ -71,7 +77,11 @@ class StreamingClient(ABC):
             raise EngineDead(str(self._dead))
         if self._stats.asleep:
             return 0.0
-        return self._clock() - self._progress_at if self._queues or self._ending else 0.0
+        return self._clock() - self._progress_at if self._is_busy else 0.0
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._queues or self._ending or len(self._pools))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         """Events of one request, the last with a `finish_reason`. Closing the iterator early aborts it.
@@ -87,7 +97,7 @@ class StreamingClient(ABC):
             raise InvalidRequest(
                 f"request_id {name!r} is in use: give each request its own", param="request_id"
             )
-        if not self._queues and not self._ending:
+        if not self._is_busy:
             self._progress_at = self._clock()  # an idle engine owes no progress
         mail = ReaderMail(
             joins=not request.sampling.stop
@@ -108,9 +118,32 @@ class StreamingClient(ABC):
                 self._ending.add(name)
                 self._post(Abort(request_ids=(name,)))
 
+    async def pool(self, requests: Sequence[PoolRequest]) -> list[PoolResult]:
+        """Numbers of all these inputs, in their order. One failure, or leaving early, ends all of them.
+
+        Raises Overloaded, ContextTooLong, InvalidRequest, WrongTask, RequestAborted, EngineDead, EngineError.
+        """
+        if self._dead is not None:
+            raise EngineDead(str(self._dead))
+        for request in requests:
+            check_pool_request(request, self.info)
+        if not self._is_busy:
+            self._progress_at = self._clock()
+        names = [request.request_id for request in requests]
+        with self._pools.waiting(names) as answers:
+            for request in requests:
+                self._post(request)
+            try:
+                return await asyncio.gather(*answers)
+            finally:
+                if open_names := tuple(name for name in names if name in self._pools):
+                    self._post(Abort(request_ids=open_names))
+
     async def abort(self, request_ids: list[str]) -> None:
         """Cancel; unknown ids are ignored. Readers get a last event with finish_reason `abort`."""
-        known = tuple(name for name in request_ids if name in self._queues)
+        known = tuple(name for name in request_ids if name in self._queues or name in self._pools)
+        for name in known:
+            self._pools.refuse(name, RequestAborted("the request was aborted by the server"))
         if known and self._dead is None:
             self._post(Abort(request_ids=known))
 
@@ -160,7 +193,10 @@ class StreamingClient(ABC):
                     self._route(events)
                 case Refused():
                     refused = getattr(errors, message.error)(message.message, param=message.param)
-                    self._put(message.request_id, refused, is_last=True)
+                    if not self._pools.refuse(message.request_id, refused):
+                        self._put(message.request_id, refused, is_last=True)
+                case PoolResults(results=results):
+                    self._pools.settle(results)
                 case EngineStats():
                     self._stats = message
                 case CallDone():
@@ -204,6 +240,7 @@ class StreamingClient(ABC):
             self._dead = reason
         for queue in self._queues.values():
             queue.put(EngineDead(str(self._dead)))
+        self._pools.refuse_all(self._dead)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineDead(str(self._dead)))

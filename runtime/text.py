@@ -19,15 +19,17 @@ from jinja2 import TemplateSyntaxError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from ostinato.errors import ArtifactError, InvalidRequest
+from ostinato.errors import ArtifactError, ContextTooLong, InvalidRequest
 from ostinato.runtime.chat_template import Conversation, prepare, render_conversation
 from ostinato.runtime.detokenizer import TokenCodec
+from ostinato.runtime.pooling.pool_text import Encoded, encode_input
 from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.template_guard import within
 from ostinato.runtime.token_bound import TokenBound
 
 T = TypeVar("T")
 
+LONG = 1 << 16  # characters; a text up to here is tokenised in some 20 ms and gets the exact number
 _THREADS = 2  # the Rust tokenizer works without the GIL; more threads would only take cores from the engine
 # The template's own arguments; a request may not replace them through chat_template_kwargs.
 _RESERVED = frozenset(
@@ -131,6 +133,31 @@ class TextFrontEnd:
         ids = self.encode(text, add_special_tokens=add_special_tokens)
         room_left(len(ids), window, param=param)
         return ids
+
+    def encode_input(
+        self,
+        first: str,
+        second: str | None,
+        *,
+        window: int,
+        kept: int | None,
+        param: str,
+        add_special_tokens: bool = True,
+    ) -> Encoded:
+        """One text or a pair of texts as a model to embed or score with gets them.
+
+        `kept`: cut to so many tokens, special ones counted, of a pair the longer text first, as transformers
+        does it; None: ContextTooLong for more than `window`, for a huge text before it is tokenised.
+        """
+        if kept is None:
+            longest = max(first, second or "", key=len)
+            if len(longest) > LONG and (least := self._bound.at_least(longest)) > window:
+                raise ContextTooLong(
+                    f"{param}: the input has at least {least} tokens and the model takes {window}; "
+                    "shorten it",
+                    param=param,
+                )
+        return encode_input(self._tokenizer, first, second, kept=kept, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. BOS is never doubled when the text already begins with it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.errors import ArtifactError
 from ostinato.ops import all_ops, tuning
 from ostinato.ops.gpu_kernels import STORE
-from ostinato.ops.step_inputs import StepInputs
+from ostinato.ops.step_inputs import PoolInputs, StepInputs
 from ostinato.runtime.artifact import WEIGHTS, Manifest, PlanRecord, read_program
 from ostinato.runtime.gpu.device_weights import DeviceWeights
 from ostinato.runtime.memory.vmm import VmmDriver
@@ -35,7 +35,7 @@ class GpuModel:
         self.weights, self._run = weights, run
         self.device = weights.device
 
-    def __call__(self, inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+    def __call__(self, inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
         return self._run(inputs, kv)
 
     def start_team(self) -> None:
@@ -84,7 +84,7 @@ def bind_gpu(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) 
     runs = [bind(program, tensors, native=ops, device=weights.device) for program in programs]
     last_tokens = [plan.last for plan in plans]
 
-    def run(inputs: StepInputs, kv: Sequence[Tensor]) -> Tensor:
+    def run(inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
         return runs[bisect_left(last_tokens, inputs.token_ids.shape[0])](inputs, kv)
 
     return run

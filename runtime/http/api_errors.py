@@ -18,6 +18,7 @@ from ostinato.errors import (
     RequestError,
     SleepRefused,
     WakeFailed,
+    WrongTask,
 )
 from ostinato.runtime.http.key_limits import RateLimited
 from ostinato.runtime.http.web_origins import ForeignOrigin
@@ -85,6 +86,7 @@ TABLE: tuple[tuple[type[Exception], Answer], ...] = (
     (BadKey, Answer(401, "authentication_error", "invalid_api_key")),
     (NoAdmin, Answer(403, "permission_error", "invalid_admin_key")),
     (ForeignOrigin, Answer(403, "permission_error", "origin_not_allowed")),
+    (WrongTask, Answer(400, "invalid_request_error", "wrong_task")),
     (ModelNotFound, Answer(404, "invalid_request_error", "model_not_found")),
     (ResponseNotFound, Answer(404, "invalid_request_error", "response_not_found")),
     (UnknownRoute, Answer(404, "invalid_request_error", "unknown_url")),

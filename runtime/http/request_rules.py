@@ -20,6 +20,7 @@ from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.http.strict_json import parse_object
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.prompt_room import room_left
+from ostinato.runtime.request_check import check_task
 from ostinato.runtime.sampling.sampling_check import validate_sampling
 
 W = TypeVar("W", bound=Wire)
@@ -48,7 +49,10 @@ async def read_request(request: web.Request, schema: type[W]) -> W:
         fields = schema.model_validate(parse_object(body))
     except ValidationError as error:
         raise refusal(error) from None
-    request.app[STATE].check_model(fields.model)
+    state = request.app[STATE]
+    state.check_model(fields.model)
+    if schema.task is not None:
+        check_task(schema.task, state.engine.info)
     return fields
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from ostinato.runtime.http.grammar_schema import GrammarRequest
-from ostinato.runtime.http.wire import STRICT, TokenId, Whole, optional
+from ostinato.runtime.http.wire import STRICT, Task, TokenId, Whole, optional
 
 MAX_STOPS = 32
 MAX_LOGIT_BIAS = 1024
@@ -96,6 +96,8 @@ class StreamOptions(BaseModel):
 
 class SamplingRequest(GrammarRequest):
     """What both completion routes take. Ranges are those of `SamplingParams`; a test compares them."""
+
+    task: ClassVar[Task | None] = "generate"
 
     max_tokens: Annotated[Whole, Field(ge=1)] | None = optional(
         "1 or more. An upper bound, not a reservation: it is cut to what the window leaves behind the "

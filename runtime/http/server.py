@@ -35,6 +35,7 @@ from ostinato.runtime.http.bearer_key import key_of
 from ostinato.runtime.http.body_room import BodyRoom
 from ostinato.runtime.http.chat_handler import chat_completions
 from ostinato.runtime.http.completion_handler import completions
+from ostinato.runtime.http.embedding_handler import embeddings
 from ostinato.runtime.http.key_limits import RateLimited
 from ostinato.runtime.http.messages_errors import anthropic_error_body, wants_anthropic
 from ostinato.runtime.http.messages_handler import count_tokens, create_message
@@ -43,6 +44,7 @@ from ostinato.runtime.http.openapi import DOCUMENT, Document, openapi
 from ostinato.runtime.http.page_handler import add_page_routes, page_paths
 from ostinato.runtime.http.request_record import CURRENT, RequestRecord
 from ostinato.runtime.http.responses_handler import add_response_routes
+from ostinato.runtime.http.score_handler import rerank, score
 from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
 from ostinato.runtime.http.status_handlers import config as show_config
 from ostinato.runtime.http.status_handlers import health, metrics, model, models, version
@@ -117,6 +119,9 @@ def make_app(
             web.post("/v1/completions", completions),
             web.post("/v1/messages", create_message),
             web.post("/v1/messages/count_tokens", count_tokens),
+            web.post("/v1/embeddings", embeddings),
+            *(web.post(path, score) for path in ("/v1/score", "/score")),
+            *(web.post(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
             web.get("/v1/models", models),
             web.get("/v1/models/{name:.+}", model),
             web.post("/tokenize", tokenize),

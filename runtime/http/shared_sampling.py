@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from ostinato.runtime.http.sampling_schema import LogitBias
-from ostinato.runtime.http.wire import TokenId, Whole, Wire, optional
+from ostinato.runtime.http.wire import Task, TokenId, Whole, Wire, optional
 
 _CHAT = "as in /v1/chat/completions"
 _CONFIG = "generation_config.json"  # the model's; its value is the default
@@ -21,6 +21,8 @@ class TemplateFields(Wire):
 
 class SharedSampling(TemplateFields):
     """How tokens are drawn."""
+
+    task: ClassVar[Task | None] = "generate"
 
     temperature: float | None = optional(
         "0 to 100; 0 is greedy", f"{_CONFIG}, else 1", ge=0, le=100, allow_inf_nan=False

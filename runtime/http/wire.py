@@ -8,7 +8,7 @@ the values that ask for nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -69,6 +69,9 @@ def required(rule: str, **limits: Any) -> Any:  # Any: as pydantic's Field
     return Field(description=rule, json_schema_extra={"x-default": "required"}, **limits)
 
 
+Task = Literal["generate", "embed", "score"]
+
+
 class Wire(BaseModel):
     """One request body."""
 
@@ -76,6 +79,7 @@ class Wire(BaseModel):
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = UNSUPPORTED
+    task: ClassVar[Task | None] = None  # what the model must be able to do
 
     model: str | None = optional("the served name; anything else is 404", "the served model")
 

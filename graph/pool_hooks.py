@@ -1,0 +1,102 @@
+"""Hooks for models whose inputs are whole sequences: attention becomes `ostinato::varlen_attention`.
+
+As in hooks.py nothing is guessed: whether a layer is causal and which window it has is what the mask says
+that transformers itself asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import ostinato.ops.mean_rows
+import ostinato.ops.varlen_attention  # noqa: F401  # registers the ops
+from ostinato.errors import ModelError
+from ostinato.graph.facts import AttentionFact
+from ostinato.graph.hooks import CaptureHooks, unknown_arguments
+
+
+class PoolMask(NamedTuple):
+    """Stands in for a mask while tracing."""
+
+    causal: bool
+    window: int  # keys this far away or farther are not seen; 0: all are
+
+
+class PoolHooks(CaptureHooks):
+    """One tracing run of a model that embeds or scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._query_start: Tensor | None = None
+
+    def begin_pooling(self, query_start: Tensor) -> None:
+        """Set the input of the coming forward."""
+        self.attention = []
+        self._query_start = query_start
+
+    def _mask(self, *args: Any, **kwargs: Any) -> PoolMask:
+        local = int(kwargs.get("local_size") or 0)
+        found = [
+            PoolMask(causal, window)
+            for causal, window in ((True, local), (False, local + 1 if local else 0))
+            if _is_mask(kwargs["mask_function"], causal, window)
+        ]
+        if not found:
+            raise ModelError(
+                f"attention mask of {type(kwargs.get('config')).__name__} is neither causal nor "
+                f"bidirectional with a sliding window (window {local or 'none'}); it cannot be served"
+            )
+        return found[0]
+
+    def _attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+        scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+        softcap: float | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        name = type(module).__name__
+        if unknown := unknown_arguments(kwargs, dropout):
+            raise ModelError(f"{name}: attention with {unknown} cannot be carried into the graph")
+        if not isinstance(attention_mask, PoolMask):
+            raise ModelError(f"{name}: no mask reached its attention (got {type(attention_mask).__name__})")
+        causal, window = attention_mask
+        if sliding_window and sliding_window != window:
+            raise ModelError(
+                f"{name}: sliding_window={sliding_window} but its mask has window {window or 'none'}"
+            )
+        batch, heads, _, head_size = query.shape
+        kv_heads = key.shape[1]
+        if batch != 1 or heads % kv_heads:
+            raise ModelError(f"{name}: {heads} query heads cannot share {kv_heads} KV heads")
+        scale = head_size**-0.5 if scaling is None else float(scaling)
+        layer = len(self.attention)
+        self.attention.append(AttentionFact(
+            layer=layer, kv_layer=layer, heads=heads, kv_heads=kv_heads, head_size=head_size, scale=scale,
+            window=window, softcap=float(softcap or 0.0), causal=causal,
+        ))  # fmt: skip
+        assert self._query_start is not None
+        out = torch.ops.ostinato.varlen_attention(
+            query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0], self._query_start,
+            scale, causal, window, float(softcap or 0.0),
+        )  # fmt: skip
+        return out[None], None
+
+
+def _is_mask(function: Callable[..., Any], causal: bool, window: int) -> bool:
+    """Whether a mask function of transformers says what `varlen_attention` does with these arguments."""
+    with _disable_current_modes(), torch.no_grad():
+        edge = torch.arange(max(0, window - 3), window + 4)
+        zero = torch.zeros((), dtype=torch.int64)
+        for index in (torch.arange(2 * window + 3 if 0 < window <= 64 else 67),
+                      torch.cat([torch.arange(7), edge])):  # fmt: skip
+            query, key = index[:, None], index[None, :]
+            want = key <= query if causal else torch.ones_like(key <= query)
+            if window:
+                want = want & ((query - key).abs() < window)
+            if not torch.equal(torch.as_tensor(function(zero, zero, query, key)).expand_as(want), want):
+                return False
+    return True

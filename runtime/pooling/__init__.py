@@ -1,0 +1,1 @@
+"""Models that answer with numbers for each whole input: embeddings and scores."""

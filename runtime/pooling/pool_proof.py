@@ -1,0 +1,89 @@
+"""The numeric proof of a program that gives numbers for whole inputs, against the unfused graph in float64.
+
+Three sequences of different lengths run in one step. The rule is that of proof.py, for a whole network. In
+float64 each sequence also runs alone, and must give the same: a model in which one sequence can see another
+(a convolution over the step, an attention that went unseen) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from ostinato.errors import CompileError, ModelError
+from ostinato.graph.facts import PoolingFacts
+from ostinato.ops.step_inputs import PoolInputs
+from ostinato.runtime.artifact import Proof
+from ostinato.runtime.pooling.pool_inputs import pool_inputs
+from ostinato.runtime.program import Bound
+from ostinato.runtime.proof import FACTOR, interpret, kept, refuse_infinite
+
+LENGTHS = (13, 1, 29)
+ALONE = 1e-9  # of the largest number: float64 with sums in another order is off by 1e-15 a layer
+CPU = torch.device("cpu")
+
+
+def prove_pooling(
+    graph_module: fx.GraphModule,
+    weights: Callable[[fx.Node], Tensor],
+    program: Bound,
+    pooling: PoolingFacts,
+    *,
+    dtype: torch.dtype,
+    vocab_size: int,
+    longest: int,
+    device: torch.device = CPU,
+    seed: int = 0,
+) -> Proof:
+    """Raise CompileError over budget, ModelError for NaN or sequences that see each other; see `prove`."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [
+        torch.randint(vocab_size, (min(length, longest),), generator=generator).tolist() for length in LENGTHS
+    ]
+    types = [[0] * (len(ids) // 2) + [1] * (len(ids) - len(ids) // 2) for ids in sequences]
+    if pooling.token_types < 2:
+        types = [[0] * len(ids) for ids in sequences]
+    inputs = _moved(pool_inputs(sequences, types, pooling.pooling), device)
+    if device != CPU:
+        weights = kept(weights, device)
+    truth = interpret(graph_module, weights, inputs, (), torch.float64).double().cpu()
+    plain = interpret(graph_module, weights, inputs, (), None).double().cpu()
+    ours = program(inputs, ()).double().cpu()
+    refuse_infinite({"truth": (truth, ()), "plain": (plain, ())}, dtype)
+    for row, (ids, kinds) in enumerate(zip(sequences, types, strict=True)):
+        one = _moved(pool_inputs([ids], [kinds], pooling.pooling), device)
+        alone = interpret(graph_module, weights, one, (), torch.float64).double().cpu()
+        if float((alone[0] - truth[row]).abs().max()) > ALONE * float(truth.abs().max()):
+            raise ModelError(
+                "the model gives other numbers for an input when others are in the same step: its layers mix "
+                "sequences in a way that cannot be carried"
+            )
+    error, unfused = float((ours - truth).abs().nan_to_num(nan=float("inf")).max()), _apart(plain, truth)
+    budget = FACTOR * (unfused + torch.finfo(dtype).eps * float(truth.abs().max()))
+    if error > budget:
+        raise CompileError(
+            f"numeric proof failed: results differ from float64 by {error:.3g} (allowed {budget:.3g}, "
+            f"unfused graph {unfused:.3g}); find the guilty rewrite with passes.fuel, leave it out with "
+            "passes.off, and report it"
+        )
+    return Proof(
+        tokens=sum(map(len, sequences)),
+        max_error=error,
+        budget=budget,
+        unfused_error=unfused,
+        argmax_equal=bool(torch.equal(ours.argmax(-1), truth.argmax(-1))),
+        kv_max_error=0.0,
+        kv_budget=0.0,
+    )
+
+
+def _apart(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+def _moved(inputs: PoolInputs, device: torch.device) -> PoolInputs:
+    """On the device, but for what is read on the host."""
+    moved = PoolInputs(*(tensor.to(device) for tensor in inputs))
+    return moved._replace(query_start=inputs.query_start)
