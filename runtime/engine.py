@@ -18,11 +18,10 @@ from typing import Protocol, Self
 import torch
 
 from ostinato.errors import ConfigError, EngineError, RequestError
+from ostinato.runtime.answer_rules import make_rules, read_rules
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.context_window import context_window
 from ostinato.runtime.frames import Events, Message
-from ostinato.runtime.grammar.grammar_spec import read_grammar
-from ostinato.runtime.grammar.request_grammars import make_grammars
 from ostinato.runtime.inbox import Inbox
 from ostinato.runtime.kv_memory import make_kv_memory
 from ostinato.runtime.memory.block_copy import copy_blocks
@@ -114,7 +113,7 @@ class Engine:
             raise
         self._in_flight: deque[LaunchedStep] = deque()
         self._queue_times = QueueTimes(clock)
-        self._grammars = make_grammars(model.folder, facts, wake=self.inbox.wake, clock=clock)
+        self._rules = make_rules(model.folder, facts, wake=self.inbox.wake, clock=clock)
         self._scheduler = Scheduler(
             self._blocks,
             config.scheduler,
@@ -135,7 +134,7 @@ class Engine:
     def close(self) -> None:
         """Free the KV memory; safe to call twice. Live requests are dropped without an event."""
         if not self._memory.is_closed:
-            self._grammars.shut()
+            self._rules.shut()
             try:
                 self._backend.shut()  # it holds the planes
             finally:
@@ -223,7 +222,7 @@ class Engine:
         assert self._backend.num_requests == live, (
             f"{self._backend.num_requests} sampled requests, {live} live"
         )
-        assert self._grammars.num_requests <= live, "a grammar is kept of a request that has ended"
+        assert self._rules.num_requests <= live, "rules are kept of a request that has ended"
         self._sizer.check()
 
     def _admit(self, mail: Sequence[Order]) -> tuple[list[Message], list[TokenEvent]]:
@@ -247,11 +246,11 @@ class Engine:
                 continue
             try:
                 check_request(message, self.info)
-                grammar = read_grammar(message.sampling)
-                self._scheduler.add(message, parked=grammar is not None)
+                rules = read_rules(message)
+                self._scheduler.add(message, parked=not rules.are_none)
                 self._backend.open(message, self._scheduler.tokens(message.request_id))
-                if grammar is not None:
-                    self._grammars.start(message, grammar)
+                if not rules.are_none:
+                    self._rules.start(message, rules)
                 self._queue_times.arrived(message.request_id)
             except RequestError as error:
                 refusals.append(refusal_of(message.request_id, error))
@@ -260,8 +259,9 @@ class Engine:
     def _unpark(self) -> list[Message]:
         """Requests whose grammar is compiled may run; those whose grammar is wrong are refused."""
         refusals: list[Message] = []
-        for name, error in self._grammars.take_ready():
+        for name, error in self._rules.take_ready():
             if error is None:
+                self._scheduler.overlap({name: self._rules.runs_ahead(name)})
                 self._scheduler.unpark(name)
                 continue
             self._scheduler.abort(name)
@@ -272,7 +272,7 @@ class Engine:
     def _close(self, name: str) -> None:
         self._backend.close(name)
         self._queue_times.take(name)
-        self._grammars.close(name)
+        self._rules.close(name)
 
     def _answer(self, call: Call) -> tuple[CallDone, list[TokenEvent]]:
         """Do what a call asks for. Steps in flight are settled before sleep, never after."""
@@ -304,7 +304,7 @@ class Engine:
         """Give a plan to the device. One that raises ends its own requests only."""
         self._queue_times.planned(plan)
         try:
-            self._in_flight.append(self._backend.launch(plan, self._grammars.masks(plan)))
+            self._in_flight.append(self._backend.launch(plan, self._rules.limits(plan)))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
             events = [event for step in self._drain() for event in self._settle(step)]
             return events + self._failed(plan, error)
@@ -322,12 +322,13 @@ class Engine:
         except Exception as error:  # a border, as in `_launch`
             return self._failed(step.plan, error)
         failed, finished = batch.errors, frozenset[str]()
-        if self._grammars.num_requests:
+        if self._rules.num_requests:
             names = self._scheduler.awaited()
-            finished, lost = self._grammars.take(
+            finished, lost, ahead = self._rules.take(
                 {name: batch.tokens[name] for name in names & batch.tokens.keys()}
             )
             failed = {**failed, **lost}
+            self._scheduler.overlap(ahead)
         outcomes = self._scheduler.complete(step.plan, batch.tokens, failed, finished=finished)
         logprobs, event = batch.logprobs, self._event
         if logprobs:

@@ -16,6 +16,24 @@ from ostinato.section import Section
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class ThoughtBlock(Section):
+    """How thoughts begin, and the tokens with which they are ended when their budget is spent."""
+
+    start: str = Field(min_length=1)
+    closing: tuple[int, ...] = Field(min_length=1)
+    mark: int = Field(0, ge=0, description="so many tokens of `closing` are words in front of the end mark")
+
+
+class Thoughts(Section):
+    """A budget for thinking; runtime/thinking/thought_marks.py makes it, thinking_state.py has its rules."""
+
+    budget: int = Field(ge=0, description="tokens of all thoughts of an answer, without their marks")
+    blocks: tuple[ThoughtBlock, ...] = Field(min_length=1)
+    ends: tuple[str, ...] = Field(min_length=1, description="any of these ends thoughts")
+    anywhere: bool = Field(False, description="thoughts begin behind other text, too")
+    begun: int | None = Field(None, ge=0, description="the block that the prompt has begun")
+
+
 class SamplingParams(Section):
     """How tokens are drawn. Field meanings follow OpenAI and vLLM; each range is checked here, once."""
 
@@ -66,6 +84,10 @@ class SamplingParams(Section):
     grammar_unless: tuple[int, ...] = Field(
         (), description="with grammar_after: there is a free part only if the answer begins with one of these"
     )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, description="most tokens of thoughts; the front end turns it into `thoughts`"
+    )
+    thoughts: Thoughts | None = Field(None, description="the budget, and how this model marks its thoughts")
 
 
 class GenerateRequest(Section):

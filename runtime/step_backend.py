@@ -7,13 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ostinato.runtime.grammar.grammar_state import Mask
-from ostinato.runtime.grammar.request_grammars import NO_MASKS
 from ostinato.runtime.messages import GenerateRequest, TokenLogprob
 from ostinato.runtime.runner import Model, Runner
 from ostinato.runtime.sampling.sampler import SampledBatch
 from ostinato.runtime.sampling.step_sampler import StepSampler
 from ostinato.runtime.scheduling.plan import Plan
+from ostinato.runtime.token_limits import NO_LIMITS, Limit
 
 
 class LaunchedStep(Protocol):
@@ -54,11 +53,11 @@ class StepBackend(Protocol):
         """One record per prompt token, complete with the first sampled token; None if not asked for."""
         ...
 
-    def launch(self, plan: Plan, masks: Mapping[str, Mask]) -> LaunchedStep:
+    def launch(self, plan: Plan, limits: Mapping[str, Limit]) -> LaunchedStep:
         """Start a step. What it raises concerns this plan alone.
 
-        `masks`: of the tokens that may be sampled, for requests with a grammar (`GrammarState.mask`); they
-        may change as soon as this returns.
+        `limits`: the tokens that may be sampled, for requests with rules; masks may change as soon as this
+        returns.
         """
         ...
 
@@ -110,9 +109,9 @@ class CpuBackend:
         """Requests that are open."""
         return self._sampler.num_requests
 
-    def launch(self, plan: Plan, masks: Mapping[str, Mask] = NO_MASKS) -> LaunchedStep:
+    def launch(self, plan: Plan, limits: Mapping[str, Limit] = NO_LIMITS) -> LaunchedStep:
         """Run and sample the plan."""
-        return _Done(plan, self._sampler.sample(plan, self._runner.run(plan), masks))
+        return _Done(plan, self._sampler.sample(plan, self._runner.run(plan), limits))
 
     def idle(self) -> bool:
         """Nothing was put off."""

@@ -27,8 +27,6 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu.launched_step import Launched, OpenRequest, StepRows, scored_rows
 from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers
 from ostinato.runtime.gpu.step_graphs import Fit, StepGraphs, bucket_shapes
-from ostinato.runtime.grammar.grammar_state import Mask
-from ostinato.runtime.grammar.request_grammars import NO_MASKS
 from ostinato.runtime.messages import GenerateRequest, TokenLogprob
 from ostinato.runtime.runner import KVPlane, Model, StepShape
 from ostinato.runtime.sampling.device_sampler import (
@@ -37,6 +35,7 @@ from ostinato.runtime.sampling.device_sampler import (
 )
 from ostinato.runtime.scheduling.plan import Plan
 from ostinato.runtime.step_backend import LaunchedStep
+from ostinato.runtime.token_limits import NO_LIMITS, Limit
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ class GpuBackend:
         request = self._open[request_id]
         return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
 
-    def launch(self, plan: Plan, masks: Mapping[str, Mask] = NO_MASKS) -> LaunchedStep:
+    def launch(self, plan: Plan, limits: Mapping[str, Limit] = NO_LIMITS) -> LaunchedStep:
         """Give the step to the stream and return at once."""
         columns = tuple(zip(*plan.entries, strict=True))
         with torch.inference_mode():
@@ -154,13 +153,13 @@ class GpuBackend:
             self._buffers.fill(plan, shape, rows.slots, host, every_wanted=fit.every_wanted, columns=columns)
             positions = _sampled(columns[6], rows.samples)
             self._sampler.stage_again(host.samples, rows.chosen, positions)
-            if masks:
-                masked = [
-                    (at, masks[name])
+            if limits:
+                limited = [
+                    (at, limits[name])
                     for at, name in zip(rows.places, rows.names, strict=True)
-                    if name in masks
+                    if name in limits
                 ]
-                self._sampler.allow(host.samples, *zip(*masked, strict=True))
+                self._sampler.allow(host.samples, *zip(*limited, strict=True))
             self._buffers.send(shape)
             if rows.chosen.worded:
                 self._sampler.bar_words(rows.chosen, positions, self._last_tokens)

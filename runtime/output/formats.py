@@ -58,6 +58,19 @@ class ReasoningFormat(OutputFormat):
         """The marker that ends thoughts begun with `start`; empty for no start."""
         return ""
 
+    @property
+    def spans(self) -> tuple[tuple[str, str], ...]:
+        """For a thinking budget: texts that begin thoughts, each with the one that closes them.
+
+        What closes thoughts must end with one of `span_ends`, or with more that the format wants behind it.
+        """
+        return tuple((start, end) for start in self.starts if (end := self.end_of(start)))
+
+    @property
+    def span_ends(self) -> tuple[str, ...]:
+        """For a thinking budget: any of these ends thoughts, if the model says it."""
+        return tuple(dict.fromkeys(end for _, end in self.spans))
+
 
 class ToolFormat(OutputFormat):
     """How a model writes tool calls."""

@@ -69,6 +69,9 @@ class _Harmony(OutputFormat):
 class HarmonyThoughts(_Harmony, ReasoningFormat):
     """The channels; with it calls are found too, if they are wanted."""
 
+    spans = ((f"{_CHANNEL}analysis{_MESSAGE}", f"<|end|>{_START}assistant"),)
+    span_ends = (*_ENDS, _START, _CHANNEL)
+
     def begun(self, prompt_end: str) -> str:
         return ""
 

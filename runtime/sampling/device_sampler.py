@@ -3,7 +3,7 @@
     open        a request gets a slot, and memory on the device if it has penalties, bias or min_tokens
     stage       fill the part of the step's host buffer that says how each row of logits is sampled
     launch      after the model, inside the captured graph: tokens, status, and the newest token by slot
-    allow       before that, for rows that have a grammar: which tokens it allows
+    allow       before that, for rows with a grammar or a budget: which tokens may come, or must
     bar_words   ahead of the graph, only for a step in which rows have bad words of several tokens
     after       behind the graph, only for a step in which rows ask for log-probabilities
     result      of what `after` gave, when the step is settled
@@ -26,13 +26,13 @@ from torch import Tensor
 from ostinato.errors import EngineError
 from ostinato.ops import sample, token_scores
 from ostinato.ops.sample_rows import GREEDY, LAYOUT, RANDOM, WORDS, limit_of, row_fields, scale_of, top_p_of
-from ostinato.runtime.grammar.grammar_state import Mask
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.device_masks import DeviceMasks
 from ostinato.runtime.sampling.logprobs import FLOOR
 from ostinato.runtime.sampling.penalties import BadWords
 from ostinato.runtime.sampling.sampler import GREEDY_BELOW, NONE_ALLOWED, bad_logits
 from ostinato.runtime.sampling.sampling_rng import bits_at, seed_bits, vector_bits
+from ostinato.runtime.token_limits import Limit
 
 Ints = NDArray[np.int64]
 _ANY, _NONE = -2, -1  # in bad words: any token fits here; there is no token yet
@@ -273,10 +273,11 @@ class DeviceSampler:
             slot = int(rows.slot[at])
             self._words[slot].bar(positions[at], last_tokens[slot : slot + 1])
 
-    def allow(self, words: Ints, places: Sequence[int], masks: Sequence[Mask]) -> None:
-        """Let these rows of a staged step sample what their masks allow; queues the copy of the masks."""
-        addresses = self._masks.send(masks)
-        row_fields(words)["mask"][np.array(places, np.int64)] = addresses
+    def allow(self, words: Ints, places: Sequence[int], limits: Sequence[Limit]) -> None:
+        """Let rows sample what their masks allow, or their settled token; queues the copy of the masks."""
+        fields, at = row_fields(words), np.array(places, np.int64)
+        fields["mask"][at] = self._masks.send(limits)
+        fields["bias"][at[[isinstance(one, int) for one in limits]]] = 0
 
     def launch(
         self, logits_RV: Tensor, rows: Tensor, tokens_R: Tensor, status_R: Tensor, last_tokens: Tensor
@@ -349,9 +350,8 @@ class DeviceSampler:
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        is_here = self.device.type == "cpu"
+        return tensor if is_here else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 class _Words:

@@ -2,7 +2,7 @@
 
 Order of things: bias, barred and allowed tokens, penalties (`penalties.py`); then argmax, or temperature,
 min_p, top_k, top_p and one draw. top_p is taken of what top_k and min_p left. A temperature below
-GREEDY_BELOW is greedy.
+GREEDY_BELOW is greedy. A row whose token is settled takes no part in any of this.
 Between equal logits the lower id goes first, in greedy, top_k and top_p alike.
 
 A draw inverts the cumulative distribution, in the order of token ids, at one number that depends on
@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.runtime.grammar.grammar_state import Mask, barred_tokens
+from ostinato.runtime.grammar.grammar_state import barred_tokens
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.logprobs import token_logprobs
 from ostinato.runtime.sampling.penalties import LogitAdjuster
 from ostinato.runtime.sampling.sampling_check import validate_sampling
 from ostinato.runtime.sampling.sampling_rng import uniform
+from ostinato.runtime.token_limits import Limit
 
 __all__ = ["SampleRow", "SampledBatch", "Sampler", "validate_sampling"]
 
@@ -53,7 +54,7 @@ class SampleRow:
     position: int  # index of the token among the generated ones
     tokens: Sequence[int]
     prompt_tokens: int
-    mask: Mask | None = None  # tokens that the grammar allows
+    limit: Limit | None = None  # tokens that may come, or the one that must
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,11 @@ class Sampler:
             if not usable[index]:
                 tokens[index] = None
                 batch.errors[row.request_id] = bad_logits(row.position)
+            elif isinstance(row.limit, int):
+                tokens[index] = row.limit
             elif (
                 row.params.temperature >= GREEDY_BELOW
-                or row.mask is not None
+                or row.limit is not None
                 or not self._adjuster(row).is_idle(row.position)
             ):
                 others.append(index)
@@ -138,7 +141,7 @@ class Sampler:
             adjuster = self._adjuster(rows[index])
             if not adjuster.is_idle(rows[index].position):
                 adjuster.adjust(x_V, rows[index].position)
-            if (mask := rows[index].mask) is not None:
+            if not isinstance(mask := rows[index].limit, int | None):
                 x_V.masked_fill_(torch.from_numpy(barred_tokens(mask, len(x_V))), -torch.inf)
         best_R, ids_R = x_RV.max(dim=-1)
         tokens: list[int | None] = ids_R.tolist()

@@ -34,6 +34,7 @@ def validate_sampling(params: SamplingParams, vocab_size: int) -> None:
                     f"{field}: {token} is not in the vocabulary, ids are 0 to {vocab_size - 1}", param=field
                 )
     _check_words(params, vocab_size)
+    _check_thoughts(params, vocab_size)
     if params.logprob_token_ids and params.logprobs != 0:
         raise InvalidRequest(
             f"logprob_token_ids: needs logprobs=0, since they take the place of the likeliest tokens; got "
@@ -49,6 +50,26 @@ def validate_sampling(params: SamplingParams, vocab_size: int) -> None:
         if count is not None and count > vocab_size:
             raise InvalidRequest(
                 f"{field}={count}: the vocabulary has only {vocab_size} tokens; lower it", param=field
+            )
+
+
+def _check_thoughts(params: SamplingParams, vocab_size: int) -> None:
+    thoughts = params.thoughts
+    if thoughts is None:
+        if params.thinking_token_budget is not None:
+            raise InvalidRequest(
+                "thinking_token_budget: an engine knows no marks of thoughts; give thoughts",
+                param="thinking_token_budget",
+            )
+        return
+    if thoughts.begun is not None and thoughts.begun >= len(thoughts.blocks):
+        raise InvalidRequest(
+            f"thoughts.begun: {thoughts.begun}, there are {len(thoughts.blocks)} blocks", param="thoughts"
+        )
+    for token in (token for block in thoughts.blocks for token in block.closing):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"thoughts: {token} is not in the vocabulary, ids are 0 to {vocab_size - 1}", param="thoughts"
             )
 
 

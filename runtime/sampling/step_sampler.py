@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import EngineError
-from ostinato.runtime.grammar.grammar_state import Mask
-from ostinato.runtime.grammar.request_grammars import NO_MASKS
 from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.logprobs import token_logprobs
 from ostinato.runtime.sampling.sampler import SampledBatch, Sampler, SampleRow
 from ostinato.runtime.scheduling.plan import Plan, PlanEntry
+from ostinato.runtime.token_limits import NO_LIMITS, Limit
 
 
 @dataclass(slots=True)
@@ -64,7 +63,7 @@ class StepSampler:
         request = self._open[request_id]
         return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
 
-    def sample(self, plan: Plan, logits_RV: Tensor, masks: Mapping[str, Mask] = NO_MASKS) -> SampledBatch:
+    def sample(self, plan: Plan, logits_RV: Tensor, limits: Mapping[str, Limit] = NO_LIMITS) -> SampledBatch:
         """Tokens, errors and log-probabilities by request id, from the wanted rows of the plan's entries."""
         rows: list[SampleRow] = []
         places: list[int] = []
@@ -89,7 +88,7 @@ class StepSampler:
                         entry.output_index,
                         request.tokens,
                         request.prompt_tokens,
-                        masks.get(entry.request_id),
+                        limits.get(entry.request_id),
                     )
                 )
         if len(places) < len(logits_RV):

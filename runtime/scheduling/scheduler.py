@@ -9,9 +9,9 @@ Rank, admission and preemption: `slots.py`.
 
 A prompt with `prompt_logprobs` is computed in full: it does not read the prefix cache, though it fills it.
 
-Parking. A request with a grammar is parked until `unpark`: it holds neither a slot nor blocks, its rank
-stays, and nobody waits for it. Its next token cannot be drawn before the last one is known (the grammar says
-what may follow), so it is in at most one plan that samples; all others go on overlapping.
+Parking. A request with rules for its tokens is parked until `unpark`: it holds neither a slot nor blocks, its
+rank stays, and nobody waits for it. Where its next token cannot be drawn before the last one is known (a
+grammar says what may follow), it is in at most one plan that samples; all others go on overlapping.
 
 Overlap. `next_plan` may be called before `complete` of the plan before, up to `max_in_flight` plans. What
 holds then: plans are settled in order; blocks of a sequence come back only when no plan in flight has it; a
@@ -90,7 +90,7 @@ class Scheduler:
 
         A prompt must leave room for one token. `max_tokens` beyond the window is not an error: the answer
         ends with `length` when the window is full. Overloaded: `max_waiting` requests wait besides those for
-        which there is a slot. `parked`: it has a grammar, and is not to run before `unpark`.
+        which there is a slot. `parked`: it has rules, and is not to run before `unpark`.
         """
         length = len(request.prompt_token_ids)
         if length == 0:
@@ -126,6 +126,11 @@ class Scheduler:
         sequence = self._live[request_id]
         self._parked.remove(sequence)
         sequence.phase = Phase.WAITING
+    def overlap(self, requests: Mapping[str, bool]) -> None:
+        """Whether the next token of live requests may be drawn before the last one is known."""
+        for name, overlaps in requests.items():
+            self._live[name].overlaps = overlaps
+
         self._slots.waiting.add(sequence)
 
     def abort(self, request_id: str) -> bool:
@@ -209,7 +214,7 @@ class Scheduler:
 
     def awaited(self) -> set[str]:
         """Live requests of the oldest plan in flight: `complete` will use what is sampled for these."""
-        _, sequences = self._in_flight[0]
+        sequences = self._in_flight[0][1]
         return {sequence.request_id for sequence in sequences if sequence.phase is not Phase.ENDED}
 
     @property

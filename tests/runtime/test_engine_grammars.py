@@ -83,7 +83,7 @@ def test_every_answer_that_stops_matches_whatever_runs_beside_it(folder: Path, k
         engine.inbox.put(free, *requests)
         news = finish(engine)
         engine.check()
-        assert engine._grammars.num_requests == 0
+        assert engine._rules.grammars.num_requests == 0
     assert tokens_of(news, "free") == alone
     stopped = 0
     for name, check in checks.items():
@@ -213,7 +213,7 @@ class HeldPool:
 
 def held(engine: Engine) -> HeldPool:
     pool = HeldPool()
-    engine._grammars._pool = pool  # type: ignore[assignment]
+    engine._rules.grammars._pool = pool  # type: ignore[assignment]
     return pool
 
 
@@ -261,7 +261,7 @@ def test_a_grammar_that_takes_too_long_is_refused(tmp_path: Path):
     now = [0.0]
     with grammar_engine(tmp_path) as engine:
         pool = held(engine)
-        engine._grammars._clock = lambda: now[0]
+        engine._rules.grammars._clock = lambda: now[0]
         engine.inbox.put(asked("C", regex="[a-z]{4}"))
         assert engine.step() == []
         now[0] = request_grammars.COMPILE_S + 1
@@ -305,14 +305,14 @@ def test_random_arrivals_and_aborts_with_grammars_keep_the_books(folder: Path):
             engine._scheduler.check()
         finish(engine)
         engine.check()
-        assert engine._grammars.num_requests == 0
+        assert engine._rules.grammars.num_requests == 0
 
 
 def test_masks_of_many_rows_are_computed_together(folder: Path):
     requests = [asked(f"r{at}", seed=at, regex="[a-z]{6}") for at in range(request_grammars._TOGETHER + 3)]
     with grammar_engine(folder) as engine:
         together = generate(engine, *requests)
-        assert engine._grammars._executor is not None
+        assert engine._rules.grammars._executor is not None
     with grammar_engine(folder) as engine:
         alone = {r.request_id: generate(engine, r)[r.request_id] for r in requests[:3]}
     assert {name: together[name] for name in alone} == alone

@@ -10,12 +10,11 @@ import torch
 
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.grammar.grammar_compiler import GrammarCompiler
-from ostinato.runtime.grammar.grammar_state import Mask
-from ostinato.runtime.grammar.request_grammars import NO_MASKS
 from ostinato.runtime.messages import GenerateRequest, SamplingParams
 from ostinato.runtime.sampling.sampler import SampledBatch
 from ostinato.runtime.scheduling.plan import PENDING, Plan
 from ostinato.runtime.step_backend import CpuBackend, StepBackend
+from ostinato.runtime.token_limits import NO_LIMITS, Limit
 from tests.support import toy_text
 from tests.support.engine_runs import prompt_of, toy_config
 from tests.support.toy_model import EOS, FACTS, VOCAB, ToyModel
@@ -62,8 +61,8 @@ class LateBackend(CpuBackend):
         self._newest: dict[str, int] = {}
         self.plans: list[tuple[Plan, frozenset[str]]] = []
 
-    def launch(self, plan: Plan, masks: Mapping[str, Mask] = NO_MASKS) -> Any:
-        self.plans.append((plan, frozenset(masks)))
+    def launch(self, plan: Plan, limits: Mapping[str, Limit] = NO_LIMITS) -> Any:
+        self.plans.append((plan, frozenset(limits)))
         entries = [
             entry._replace(
                 token_ids=tuple(
@@ -72,7 +71,7 @@ class LateBackend(CpuBackend):
             )
             for entry in plan.entries
         ]
-        step = super().launch(plan._replace(entries=tuple(entries)), masks)
+        step = super().launch(plan._replace(entries=tuple(entries)), limits)
         self._newest.update(step.result().tokens)
         return _Late(plan, step.result())
 

@@ -9,11 +9,11 @@ import torch
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.frames import Events
 from ostinato.runtime.gpu.step_buffers import StepBuffers
-from ostinato.runtime.grammar.grammar_state import Mask
 from ostinato.runtime.messages import Abort
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.sampling.device_sampler import StagedRow
 from ostinato.runtime.scheduling.plan import PENDING, Plan, PlanEntry
+from ostinato.runtime.token_limits import Limit
 from tests.support.no_gpu import HostEngine, NoGpuBackend, NoModel, config, request
 
 
@@ -57,9 +57,9 @@ class Watched:
         backend.launch = self.launch  # type: ignore[method-assign]
         self.buffers.send = self.send  # type: ignore[method-assign]
 
-    def launch(self, plan: Plan, masks: Mapping[str, Mask]) -> object:
+    def launch(self, plan: Plan, limits: Mapping[str, Limit]) -> object:
         self.plan, before = plan, self.backend._decode_rows
-        step = self._launch(plan, masks)
+        step = self._launch(plan, limits)
         self.reused += before is not None and self.backend._decode_rows is before
         return step
 
