@@ -14,6 +14,7 @@ EngineError
 │   └── RequestAborted   the request was cancelled
 ├── SleepRefused         the engine cannot sleep now; nothing was given back
 ├── WakeFailed           the engine sleeps on: no memory, or the weights cannot be had again
+├── ProfileRefused       a profile cannot be started or stopped now
 ├── OutOfBlocks          the KV pool cannot give another block (never reaches a client)
 └── EngineDead           the engine process has ended; no request can be served
 """
@@ -82,6 +83,10 @@ class SleepRefused(EngineError):
 
 class WakeFailed(EngineError):
     """The engine sleeps on: there is no memory, or the weights cannot be had again."""
+
+
+class ProfileRefused(EngineError):
+    """A profile cannot be started, stopped or written now; nothing has changed."""
 
 
 class OutOfBlocks(EngineError):

@@ -147,11 +147,12 @@ class LoadedModel:
         manifest: Manifest,
         run: Bound,
         start_team: Callable[[], None],
+        name_calls: Callable[[bool], None],
         weights: MappedWeights,
     ) -> None:
         self.folder, self.manifest, self._run, self.weights = folder, manifest, run, weights
         self.facts = manifest.facts
-        self.start_team = start_team
+        self.start_team, self.name_calls = start_team, name_calls
 
     def __call__(self, inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
         return self._run(inputs, kv)
@@ -311,8 +312,8 @@ def settings_too_late(manifest: Manifest, config: EngineConfig) -> list[str]:
 
 def bind_files(
     folder: Path, plans: Sequence[PlanRecord], weights: Mapping[str, Tensor] | None = None
-) -> tuple[Bound, Callable[[], None]]:
-    """What runs a step by the plan for its size, and what starts the threads of the kernels.
+) -> tuple[Bound, Callable[[], None], Callable[[bool], None]]:
+    """What runs a step by the plan for its size, starts the threads of the kernels, and names their calls.
 
     All programs share weights (None: those of the folder) and kernels. The manifest of the folder need not be
     written yet.
@@ -330,7 +331,11 @@ def bind_files(
     def run(inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
         return runs[bisect_left(last_tokens, inputs.token_ids.shape[0])](inputs, kv)
 
-    return runs[0] if len(runs) == 1 else run, library.start_team
+    def name_calls(named: bool) -> None:
+        for one in runs:
+            one.name_calls(named)
+
+    return runs[0] if len(runs) == 1 else run, library.start_team, name_calls
 
 
 def read_program(path: Path) -> Program:

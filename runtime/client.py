@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from ostinato.runtime.messages import (
@@ -64,6 +64,27 @@ class EngineClient(Protocol):
 
     async def wake(self) -> EngineState:
         """Undo `sleep`. Raises WakeFailed (it sleeps on), EngineDead."""
+
+    async def reset_prefix_cache(self) -> int:
+        """Let no later request find what was computed so far; returns how many blocks could be found.
+
+        Raises EngineDead.
+        """
+
+    async def end_requests(self, request_ids: Sequence[str] | None) -> int:
+        """As `abort`, of all for None; returns how many were ended, when their blocks are back.
+
+        Raises EngineDead.
+        """
+
+    async def start_profile(self, seconds: float | None) -> float:
+        """Record what the engine's process does; returns the seconds after which the profile ends by itself.
+
+        None: `profile.max_seconds`.  Raises InvalidRequest, ProfileRefused, EngineDead.
+        """
+
+    async def stop_profile(self) -> str:
+        """End the profile; returns the file. Raises ProfileRefused, EngineDead."""
 
     async def close(self) -> None:
         """Abort what still runs, stop the engine, free its memory. Safe to call twice."""

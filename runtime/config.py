@@ -64,6 +64,15 @@ class GpuConfig(Section):
     )
 
 
+class ProfileConfig(Section):
+    """Profiles of the engine's process: `POST /admin/profile/start` and `stop`, `LLM.start_profile`."""
+
+    folder: str = Field("", description="folder that Chrome traces are written to; empty: no profiles")
+    max_seconds: float = Field(
+        30.0, gt=0, le=600, allow_inf_nan=False, description="seconds after which a profile ends by itself"
+    )
+
+
 class LimitsConfig(Section):
     """What one API key may use; without keys all callers share them. 0: no limit. Else 429 `rate_limited`."""
 
@@ -165,6 +174,7 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     cpu: CpuConfig = CpuConfig()
     gpu: GpuConfig = GpuConfig()
+    profile: ProfileConfig = ProfileConfig()
     server: ServerConfig = ServerConfig()
     max_model_len: int = Field(0, ge=0, description="context window in tokens; 0: the model's own")
     log_level: str = Field(

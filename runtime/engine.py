@@ -12,33 +12,31 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
 import torch
 
-from ostinato.errors import ConfigError, EngineError, RequestError
+from ostinato.errors import ConfigError, RequestError
 from ostinato.runtime.answer_rules import make_rules, read_rules
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.context_window import context_window
+from ostinato.runtime.engine_calls import EngineCalls
 from ostinato.runtime.frames import Events, Message
 from ostinato.runtime.inbox import Inbox
 from ostinato.runtime.kv_memory import make_kv_memory
 from ostinato.runtime.memory.block_copy import copy_blocks
 from ostinato.runtime.messages import (
     Abort,
-    Call,
-    CallDone,
     EngineInfo,
-    EngineState,
     EngineStats,
     GenerateRequest,
-    KVTarget,
     Order,
-    Sleep,
+    PoolRequest,
     TokenEvent,
     TokenLogprob,
 )
+from ostinato.runtime.profiler import Profiler
 from ostinato.runtime.queue_times import QueueTimes
 from ostinato.runtime.request_check import check_request, refusal_of, wrong_task
 from ostinato.runtime.runner import Model
@@ -122,7 +120,18 @@ class Engine:
             max_in_flight=self._backend.max_in_flight,
         )
         self._sleeper = Sleeper(model.weights, self._memory, self._sizer, self._scheduler)
-        self._kv_target_bytes: int | None = None
+        self._profiler = Profiler(
+            config.profile, model.device, name_calls=model.name_calls, wake=self.inbox.wake
+        )
+        self._calls = EngineCalls(
+            self._scheduler,
+            self._sizer,
+            self._sleeper,
+            self._profiler,
+            settle=self._settle_all,
+            end=self._end,
+            clock=clock,
+        )
         self._stats_at = clock()
 
     def __enter__(self) -> Self:
@@ -134,6 +143,7 @@ class Engine:
     def close(self) -> None:
         """Free the KV memory; safe to call twice. Live requests are dropped without an event."""
         if not self._memory.is_closed:
+            self._profiler.close()
             self._rules.shut()
             try:
                 self._backend.shut()  # it holds the planes
@@ -175,6 +185,7 @@ class Engine:
 
     def step(self) -> list[Message]:
         """One turn: admit, grow, plan, launch, then settle the oldest step while the device works."""
+        self._profiler.tick()
         refusals, events = self._admit(self.inbox.drain())
         refusals += self._unpark()
         self._sizer.grow(self._scheduler.blocks_wanted())
@@ -234,15 +245,12 @@ class Engine:
                 refusals.append(refusal_of(message.request_id, wrong_task("embed", self.info)))
                 continue
             if not isinstance(message, GenerateRequest | Abort):
-                done, settled = self._answer(message)
+                done, settled = self._calls.answer(message)
                 refusals.append(done)
                 events += settled
                 continue
             if isinstance(message, Abort):
-                for name in message.request_ids:
-                    if self._scheduler.abort(name):
-                        self._close(name)
-                        events.append(TokenEvent(request_id=name, finish_reason="abort"))
+                events += self._end(message.request_ids)
                 continue
             try:
                 check_request(message, self.info)
@@ -274,46 +282,29 @@ class Engine:
         self._queue_times.take(name)
         self._rules.close(name)
 
-    def _answer(self, call: Call) -> tuple[CallDone, list[TokenEvent]]:
-        """Do what a call asks for. Steps in flight are settled before sleep, never after."""
-        began, events = self._clock(), []
-        try:
-            match call:
-                case KVTarget(target_bytes=target):
-                    self._sizer.set_target(target)
-                    self._kv_target_bytes = target
-                case Sleep(level=level):
-                    self._sleeper.check(level)
-                    events = [event for step in self._drain() for event in self._settle(step)]
-                    self._sleeper.sleep(level)
-                case _:
-                    self._sleeper.wake()
-        except EngineError as error:
-            log.warning("%s", error)
-            return CallDone(call_id=call.call_id, error=str(error), kind=type(error).__name__), events
-        state = EngineState(
-            asleep=self._sleeper.level,
-            kv_bytes=self._sizer.physical_bytes,
-            kv_target_bytes=self._kv_target_bytes,
-            weights_bytes=self._sleeper.weights_bytes,
-            seconds=self._clock() - began,
-        )
-        return CallDone(call_id=call.call_id, state=state), events
+    def _end(self, names: Iterable[str]) -> list[TokenEvent]:
+        """Cancel those of these requests that are live."""
+        ended = [name for name in names if self._scheduler.abort(name)]
+        for name in ended:
+            self._close(name)
+        return [TokenEvent(request_id=name, finish_reason="abort") for name in ended]
 
     def _launch(self, plan: Plan) -> list[TokenEvent]:
         """Give a plan to the device. One that raises ends its own requests only."""
         self._queue_times.planned(plan)
         try:
-            self._in_flight.append(self._backend.launch(plan, self._rules.limits(plan)))
+            with self._profiler.step(plan):
+                self._in_flight.append(self._backend.launch(plan, self._rules.limits(plan)))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
-            events = [event for step in self._drain() for event in self._settle(step)]
-            return events + self._failed(plan, error)
+            return self._settle_all() + self._failed(plan, error)
         return []
 
-    def _drain(self) -> Iterator[LaunchedStep]:
-        """Every step in flight, oldest first; plans are settled in order."""
+    def _settle_all(self) -> list[TokenEvent]:
+        """Every step in flight, oldest first: plans are settled in order."""
+        events: list[TokenEvent] = []
         while self._in_flight:
-            yield self._in_flight.popleft()
+            events += self._settle(self._in_flight.popleft())
+        return events
 
     def _settle(self, step: LaunchedStep) -> list[TokenEvent]:
         """Wait for the tokens of a step and tell the scheduler."""

@@ -19,6 +19,7 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.messages import (
     Abort,
     CallDone,
+    EndRequests,
     EngineInfo,
     EngineStats,
     Fatal,
@@ -28,7 +29,10 @@ from ostinato.runtime.messages import (
     PoolRequest,
     PoolResults,
     Refused,
+    ResetPrefixCache,
     Sleep,
+    StartProfile,
+    StopProfile,
     TokenEvent,
     Wake,
 )
@@ -67,6 +71,10 @@ KINDS: tuple[type[Message], ...] = (
     Sleep,
     Wake,
     CallDone,
+    ResetPrefixCache,
+    EndRequests,
+    StartProfile,
+    StopProfile,
 )
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 

@@ -151,6 +151,30 @@ class LLM:
         """
         return self._session.run(self._session.client.set_kv_target(target_bytes))
 
+    def reset_prefix_cache(self) -> int:
+        """Let no later call find what was computed so far; returns how many blocks could be found."""
+        return self._session.run(self._session.client.reset_prefix_cache())
+
+    def abort(self) -> int:
+        """End all answers under way, which then have finish_reason `abort`; for another thread than theirs.
+
+        Returns how many were ended, when their KV blocks are back. What `generate` and `chat` have not sent
+        to the engine yet is answered.
+        """
+        return self._session.run(self._session.client.end_requests(None))
+
+    def start_profile(self, seconds: float | None = None) -> float:
+        """Record what the engine does; returns the seconds after which the profile ends by itself.
+
+        None: `profile.max_seconds`. Needs `profile.folder`.
+        Raises InvalidRequest, ProfileRefused, EngineDead.
+        """
+        return self._session.run(self._session.client.start_profile(seconds))
+
+    def stop_profile(self) -> Path:
+        """End the profile and return its Chrome trace. Raises ProfileRefused, EngineDead."""
+        return Path(self._session.run(self._session.client.stop_profile()))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

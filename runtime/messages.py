@@ -227,7 +227,34 @@ class Wake(Section):
     call_id: int
 
 
-Call = KVTarget | Sleep | Wake  # each is answered by one `CallDone`
+class ResetPrefixCache(Section):
+    """Let no request find a prefix that was computed before."""
+
+    call_id: int
+
+
+class EndRequests(Section):
+    """As `Abort`, and answered when the blocks are back. None: all that wait or run."""
+
+    call_id: int
+    request_ids: tuple[str, ...] | None = None
+
+
+class StartProfile(Section):
+    """Record what the engine's process does, for so many seconds at most; None: as many as are allowed."""
+
+    call_id: int
+    seconds: float | None = None
+
+
+class StopProfile(Section):
+    """End the profile that runs, and write it."""
+
+    call_id: int
+
+
+# Each is answered by one `CallDone`.
+Call = KVTarget | Sleep | Wake | ResetPrefixCache | EndRequests | StartProfile | StopProfile
 Order = GenerateRequest | PoolRequest | Abort | Call  # all that a front end says to a running engine
 
 
@@ -246,8 +273,12 @@ class CallDone(Section):
 
     call_id: int
     state: EngineState | None = None
+    count: int = 0  # blocks that were forgotten, requests that were ended
+    trace: str = ""  # file of a profile
+    limit_s: float = 0.0  # when a profile ends by itself
     error: str = ""
     kind: str = ""  # class of errors.py that the caller raises
+    param: str | None = None  # of a RequestError
 
 
 class Fatal(Section):

@@ -142,19 +142,44 @@ def resolve_op(name: str) -> Callable[..., Any]:
 Bound = Callable[[StepInputs | PoolInputs, Sequence[Tensor]], Tensor]
 
 
+class BoundProgram:
+    """A program that can be called: see `bind`."""
+
+    def __init__(self, run: Bound, native: Mapping[str, tuple[str, Callable[..., Any]]]) -> None:
+        """`native`: global names of `run` that are no torch operators, with the operator they stand for."""
+        self._run, self._native = run, native
+
+    def __call__(self, inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
+        return self._run(inputs, kv)
+
+    def name_calls(self, named: bool) -> None:
+        """Whether native kernels have names in a profile, as torch's own operators always do."""
+        names = self._run.__globals__  # a function made by `_Writer`
+        for name, (op, function) in self._native.items():
+            names[name] = _named(op, function) if named else function
+
+
+def _named(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(op):
+            return function(*args, **kwargs)
+
+    return call
+
+
 def bind(
     program: Program,
     weights: Mapping[str, Tensor],
     *,
     native: Mapping[str, Callable[..., Any]],
     device: torch.device,
-) -> Bound:
+) -> BoundProgram:
     """Make the program callable: `bound(step_inputs, kv_planes) -> logits [R, V]`.
 
     `native` maps operator names such as "ostinato::rms_norm" to replacements with the same signature.
     """
     writer = _Writer(program, weights, native, device)
-    return writer.function()
+    return BoundProgram(writer.function(), writer.native_calls)
 
 
 class _Writer:
@@ -168,6 +193,7 @@ class _Writer:
         self._names: dict[str, str] = {}
         self._globals: dict[str, Any] = {}
         self._ops: dict[str, str] = {}
+        self.native_calls: dict[str, tuple[str, Callable[..., Any]]] = {}
         for index, (name, key) in enumerate(program.weights.items()):
             if key not in weights:
                 raise ArtifactError(f"weights file lacks {key!r}, which the program needs")
@@ -223,6 +249,8 @@ class _Writer:
             function = self._native.get(native_key) or resolve_op(step.op)
             self._ops[step.op] = f"op{len(self._ops)}"
             self._globals[self._ops[step.op]] = function
+            if native_key in self._native:
+                self.native_calls[self._ops[step.op]] = native_key, function
         args = [self._value(arg) for arg in step.args]
         for key, value in step.kwargs.items():
             if not key.isidentifier():

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from itertools import count
 
 from ostinato import errors
-from ostinato.errors import EngineDead, EngineError, InvalidRequest
+from ostinato.errors import EngineDead, EngineError, InvalidRequest, RequestAborted, RequestError
 from ostinato.runtime.frames import Events, Message
 from ostinato.runtime.messages import (
     Abort,
     Call,
     CallDone,
+    EndRequests,
     EngineInfo,
     EngineState,
     EngineStats,
@@ -26,7 +27,10 @@ from ostinato.runtime.messages import (
     PoolResult,
     PoolResults,
     Refused,
+    ResetPrefixCache,
     Sleep,
+    StartProfile,
+    StopProfile,
     TokenEvent,
     Wake,
 )
@@ -47,7 +51,7 @@ class StreamingClient(ABC):
         self._queues: dict[str, ReaderMail] = {}
         self._pools = PoolAnswers()
         self._ending: set[str] = set()  # closed by their reader; the engine's last event is still to come
-        self._calls: dict[int, asyncio.Future[EngineState]] = {}
+        self._calls: dict[int, asyncio.Future[CallDone]] = {}
         self._call_ids = count(1)
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
@@ -157,7 +161,7 @@ class StreamingClient(ABC):
                 f"target_bytes={target_bytes}: must not be negative; None takes the target away",
                 param="target_bytes",
             )
-        return await self._call(KVTarget(call_id=next(self._call_ids), target_bytes=target_bytes))
+        return _state(await self._call(KVTarget(call_id=next(self._call_ids), target_bytes=target_bytes)))
 
     async def sleep(self, level: int) -> EngineState:
         """Give memory back until `wake`. Raises InvalidRequest, SleepRefused, EngineDead."""
@@ -166,17 +170,43 @@ class StreamingClient(ABC):
                 f"level={level!r}: must be 1 (weights are kept in host memory) or 2 (they are read again)",
                 param="level",
             )
-        return await self._call(Sleep(call_id=next(self._call_ids), level=level))
+        return _state(await self._call(Sleep(call_id=next(self._call_ids), level=level)))
 
     async def wake(self) -> EngineState:
         """Undo `sleep`. Raises WakeFailed (it sleeps on), EngineDead."""
-        return await self._call(Wake(call_id=next(self._call_ids)))
+        return _state(await self._call(Wake(call_id=next(self._call_ids))))
 
-    async def _call(self, call: Call) -> EngineState:
+    async def reset_prefix_cache(self) -> int:
+        """Let no later request find what was computed so far; returns how many blocks could be found.
+
+        Raises EngineDead.
+        """
+        return (await self._call(ResetPrefixCache(call_id=next(self._call_ids)))).count
+
+    async def end_requests(self, request_ids: Sequence[str] | None) -> int:
+        """As `abort`, of all for None; returns how many were ended, when their blocks are back.
+
+        Raises EngineDead.
+        """
+        names = None if request_ids is None else tuple(request_ids)
+        return (await self._call(EndRequests(call_id=next(self._call_ids), request_ids=names))).count
+
+    async def start_profile(self, seconds: float | None) -> float:
+        """Record what the engine's process does; returns the seconds after which the profile ends by itself.
+
+        None: `profile.max_seconds`.  Raises InvalidRequest, ProfileRefused, EngineDead.
+        """
+        return (await self._call(StartProfile(call_id=next(self._call_ids), seconds=seconds))).limit_s
+
+    async def stop_profile(self) -> str:
+        """End the profile; returns the file. Raises ProfileRefused, EngineDead."""
+        return (await self._call(StopProfile(call_id=next(self._call_ids)))).trace
+
+    async def _call(self, call: Call) -> CallDone:
         """Send and wait for the answer. Who stops waiting does not stop the engine from doing it."""
         if self._dead is not None:
             raise EngineDead(str(self._dead))
-        answer: asyncio.Future[EngineState] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[CallDone] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = answer
         try:
             self._post(call)
@@ -213,9 +243,13 @@ class StreamingClient(ABC):
         if answer is None or answer.done():  # nobody waits any more
             return
         if done.state is not None:
-            answer.set_result(done.state)
+            answer.set_result(done)
+            return
+        kind: type[EngineError] = getattr(errors, done.kind, EngineError)
+        if issubclass(kind, RequestError):
+            answer.set_exception(kind(done.error, param=done.param))
         else:
-            answer.set_exception(getattr(errors, done.kind, EngineError)(done.error))
+            answer.set_exception(kind(done.error))
 
     def _route(self, events: Sequence[TokenEvent]) -> None:
         queues = self._queues
@@ -246,3 +280,8 @@ class StreamingClient(ABC):
                 answer.set_exception(EngineDead(str(self._dead)))
         self._queues.clear()
         self._ending.clear()
+
+
+def _state(done: CallDone) -> EngineState:
+    assert done.state is not None  # `_settle_call` raises where there is none
+    return done.state

@@ -38,6 +38,9 @@ class Model(Protocol):
     def start_team(self) -> None:
         """Start the compute threads of its kernels, if they have their own, for the caller to bind."""
 
+    def name_calls(self, named: bool, /) -> None:
+        """Whether kernels that torch does not know have names in a profile, which costs a little."""
+
     def __call__(self, inputs: StepInputs, kv: Sequence[Tensor], /) -> Tensor:
         """Logits [R, V] of the wanted rows; writes this step's K and V into the planes."""
 

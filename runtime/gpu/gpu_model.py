@@ -41,6 +41,9 @@ class GpuModel:
     def start_team(self) -> None:
         """A GPU needs no compute threads."""
 
+    def name_calls(self, named: bool) -> None:
+        """Kernels of a GPU have their names."""
+
     def close(self) -> None:
         """Let go of the weights' memory."""
         del self._run

@@ -228,6 +228,88 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
+class InputUsage(BaseModel):
+    """Tokens of inputs; nothing is generated."""
+
+    model_config = _EXACT
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """The vector of one input; as text it is base64 of little-endian float32."""
+
+    model_config = _EXACT
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(BaseModel):
+    """Answer of /v1/embeddings."""
+
+    model_config = _EXACT
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: InputUsage
+
+
+class Score(BaseModel):
+    """The score of one pair."""
+
+    model_config = _EXACT
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(BaseModel):
+    """Answer of /v1/score."""
+
+    model_config = _EXACT
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: InputUsage
+
+
+class DocumentText(BaseModel):
+    """A document as it was sent."""
+
+    model_config = _EXACT
+
+    text: str
+
+
+class Ranked(BaseModel):
+    """A document, by its place among those that were sent."""
+
+    model_config = _EXACT
+
+    index: int
+    relevance_score: float
+    document: DocumentText | None = None
+
+
+class Ranking(BaseModel):
+    """Answer of /v1/rerank, best first."""
+
+    model_config = _EXACT
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: InputUsage
+
+
 class Health(BaseModel):
     """How the engine is."""
 
@@ -241,6 +323,39 @@ class Version(BaseModel):
     model_config = _EXACT
 
     version: str
+
+
+class ForgottenBlocks(BaseModel):
+    """Answer of /admin/reset_prefix_cache."""
+
+    model_config = _EXACT
+
+    blocks: int
+
+
+class Aborted(BaseModel):
+    """Answer of /admin/abort: ids of the answers that ended, and given names that no running request has."""
+
+    model_config = _EXACT
+
+    aborted: list[str]
+    unknown: list[str]
+
+
+class ProfileLimit(BaseModel):
+    """Answer of /admin/profile/start: the profile ends by itself after so many seconds."""
+
+    model_config = _EXACT
+
+    seconds: float
+
+
+class ProfileTrace(BaseModel):
+    """Answer of /admin/profile/stop."""
+
+    model_config = _EXACT
+
+    file: str
 
 
 class Anything(BaseModel):

@@ -5,7 +5,7 @@ What all have in common is in `wire.py`, what both completion routes have in `sa
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -31,14 +31,18 @@ __all__ = [
     "MAX_PROMPTS",
     "MAX_STOPS",
     "UNSUPPORTED",
+    "AbortRequest",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
     "KVTargetRequest",
     "LogitBias",
+    "ResetPrefixRequest",
     "SamplingRequest",
     "SleepRequest",
+    "StartProfileRequest",
     "Stop",
+    "StopProfileRequest",
     "StopText",
     "StreamOptions",
     "TemplateRequest",
@@ -50,6 +54,8 @@ __all__ = [
 ]
 
 MAX_PROMPTS = 1024
+MAX_ABORTED = 4096  # names of one POST /admin/abort
+RequestName = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TEMPLATE = 65_536  # characters of a chat template that a request brings
 
 
@@ -248,3 +254,36 @@ class KVTargetRequest(Wire):
     target_bytes: Annotated[Whole, Field(ge=0, le=2**63 - 1)] | None = required(
         "at most so many bytes of KV memory; null: what the settings allow"
     )
+
+
+class ResetPrefixRequest(Wire):
+    """POST /admin/reset_prefix_cache: nothing to say."""
+
+
+class AbortRequest(Wire):
+    """POST /admin/abort. Which requests must be said: an empty object is more likely a mistake."""
+
+    request_ids: Annotated[list[RequestName], Field(min_length=1, max_length=MAX_ABORTED)] | None = optional(
+        "ids of answers, or `X-Request-Id` of their HTTP requests"
+    )
+    all: Literal[True] | None = optional("true: all requests; not with `request_ids`")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> AbortRequest:
+        if (self.request_ids is None) == (self.all is None):
+            raise PydanticCustomError(
+                "one_of_both", "give either request_ids or all: true", {"at": "request_ids"}
+            )
+        return self
+
+
+class StartProfileRequest(Wire):
+    """POST /admin/profile/start. Where the trace goes is a setting, never a field."""
+
+    seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] | None = optional(
+        "the profile ends by itself after so many; at most `profile.max_seconds`", "`profile.max_seconds`"
+    )
+
+
+class StopProfileRequest(Wire):
+    """POST /admin/profile/stop: nothing to say."""

@@ -12,6 +12,7 @@ from typing import cast
 from ostinato.errors import EngineError, RequestAborted, RequestError
 from ostinato.runtime.choice_output import ChoiceOutput, Delta
 from ostinato.runtime.http.api_errors import GenerationTimeout
+from ostinato.runtime.http.request_record import CURRENT
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.messages import GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
 
@@ -113,7 +114,8 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
     clock = state.metrics.clock(len(request.prompt_token_ids))
     outcome = "cancelled"
     late = _AbortLater(state, request.request_id)
-    state.live.add(request.request_id)
+    record = CURRENT.get()
+    state.live[request.request_id] = record.id if record is not None else ""
     try:
         # Every engine's iterator is an async generator: closing it is what aborts the request.
         events = cast("AsyncGenerator[TokenEvent]", state.engine.generate(request))
@@ -151,7 +153,7 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
         raise
     finally:
         late.cancel()
-        state.live.discard(request.request_id)
+        state.live.pop(request.request_id, None)
         clock.end(outcome)
 
 

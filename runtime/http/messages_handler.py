@@ -27,8 +27,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     state.check_open()
     with cancelled_when_client_leaves(request):
         chat, names = chat_of(fields)
-        choice = await begin_chat(state, chat, new_id("msg"), names)
-        answer = MessageAnswer(state.model, choice, streams=bool(fields.stream))
+        name = new_id("msg").replace("-", "_")
+        choice = await begin_chat(state, chat, name, names)
+        answer = MessageAnswer(name, state.model, choice, streams=bool(fields.stream))
         async with aclosing(_frames(state, choice, names, answer)) as frames:
             if fields.stream:
                 return await stream_frames(request, frames, lambda error: _failed(request, error))

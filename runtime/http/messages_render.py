@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ostinato.runtime.http.answer_blocks import AnswerBlocks, Block, BlockEvent
-from ostinato.runtime.http.answer_parts import dump, new_id
+from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.named_events import frame
 from ostinato.runtime.output.events import Event
@@ -18,8 +18,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageAnswer:
     """Renders one answer. Of a stream the parts are `begin`, `push` of all events, `finish`."""
 
-    def __init__(self, model: str, choice: Choice, *, streams: bool) -> None:
-        self.id = new_id("msg").replace("-", "_")
+    def __init__(self, message_id: str, model: str, choice: Choice, *, streams: bool) -> None:
+        self.id = message_id
         self.reasoning_tokens = 0  # so far
         self._model = model
         self._choice = choice

@@ -19,16 +19,21 @@ from pydantic.json_schema import models_json_schema
 import ostinato
 from ostinato.runtime.http import answer_schema as answers
 from ostinato.runtime.http.api_schema import (
+    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     KVTargetRequest,
+    ResetPrefixRequest,
     SleepRequest,
+    StartProfileRequest,
+    StopProfileRequest,
     TokenizeRequest,
     WakeRequest,
 )
 from ostinato.runtime.http.live_status import Status
 from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
+from ostinato.runtime.http.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from ostinato.runtime.http.responses_schema import ResponsesRequest
 from ostinato.runtime.http.server_state import STATE
 from ostinato.runtime.http.wire import Wire
@@ -62,6 +67,12 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/v1/responses/{id}/input_items"): Route(_OBJECT),
     ("POST", "/v1/messages"): Route(_OBJECT, MessagesRequest, streams=True),
     ("POST", "/v1/messages/count_tokens"): Route(answers.InputTokens, CountRequest),
+    ("POST", "/v1/embeddings"): Route(answers.Embeddings, EmbeddingRequest),
+    **{("POST", path): Route(answers.Scores, ScoreRequest) for path in ("/v1/score", "/score")},
+    **{
+        ("POST", path): Route(answers.Ranking, RerankRequest)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    },
     ("GET", "/v1/models"): Route(answers.ModelList),
     ("GET", "/v1/models/{name}"): Route(answers.ModelCard),
     ("POST", "/tokenize"): Route(answers.Tokens, TokenizeRequest),
@@ -77,6 +88,12 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/admin/sleep"): Route(EngineState, SleepRequest),
     ("POST", "/admin/wake"): Route(EngineState, WakeRequest, body_required=False),
     ("POST", "/admin/kv"): Route(EngineState, KVTargetRequest),
+    ("POST", "/admin/reset_prefix_cache"): Route(
+        answers.ForgottenBlocks, ResetPrefixRequest, body_required=False
+    ),
+    ("POST", "/admin/abort"): Route(answers.Aborted, AbortRequest),
+    ("POST", "/admin/profile/start"): Route(answers.ProfileLimit, StartProfileRequest, body_required=False),
+    ("POST", "/admin/profile/stop"): Route(answers.ProfileTrace, StopProfileRequest, body_required=False),
 }
 
 

@@ -133,10 +133,9 @@ async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequ
         earlier = responses.stored(before, caller.name).history
     new = [_resolved(item, at, responses, caller.name) for at, item in enumerate(input_items(fields))]
     chat, names = chat_of(fields, [ITEM.validate_json(item) for item in earlier], new)
-    choice = await begin_chat(state, chat, new_id("resp"), names)
-    answer = ResponseAnswer(
-        response_id(), state.model, state.text.codec, fields, choice, streams=bool(fields.stream)
-    )
+    name = response_id()
+    choice = await begin_chat(state, chat, name, names)
+    answer = ResponseAnswer(name, state.model, state.text.codec, fields, choice, streams=bool(fields.stream))
     return ResponseRun(
         caller=caller,
         choice=choice,

@@ -39,7 +39,7 @@ class ServerState:
     tracing: Tracing | None
     connections: Connections = field(default_factory=Connections)
     created: int = field(default_factory=lambda: int(time.time()))
-    live: set[str] = field(default_factory=set)  # engine request ids being generated
+    live: dict[str, str] = field(default_factory=dict)  # engine request ids being generated: X-Request-Id
     draining: bool = False
     hurries: bool = False  # a second signal came: the drain ends now
 
@@ -66,10 +66,23 @@ class ServerState:
                 f"model {name[:200]!r} is not served here; this server has {self.model!r}", param="model"
             )
 
+    def sequences_of(self, name: str) -> list[str]:
+        """Those being generated for the answer or HTTP request of this name."""
+        return [
+            sequence
+            for sequence, http_id in self.live.items()
+            if name in (answer := answer_of(sequence), answer.partition("-")[2], http_id, sequence)
+        ]
+
     def check_open(self) -> None:
         """Refuse new work while shutting down."""
         if self.draining:
             raise Draining("the server is shutting down; try another one, or again later")
+
+
+def answer_of(sequence: str) -> str:
+    """Id of the answer that a sequence belongs to: `make_choices` adds its number."""
+    return sequence.rpartition("-")[0]
 
 
 STATE: web.AppKey[ServerState] = web.AppKey("ostinato_state", ServerState)

@@ -144,6 +144,17 @@ class BlockPool:
         """The block published under this key, if any. Take it with `hold` before anything else happens."""
         return self._block_of.get(key)
 
+    def forget_prefixes(self) -> int:
+        """No block can be matched any more: cached ones are free, held ones private; how many could."""
+        known = len(self._block_of)
+        for block in self._block_of.values():
+            self._key_of[block] = None
+        self._block_of.clear()
+        for block in self._cached:
+            heapq.heappush(self._free, block)
+        self._cached.clear()
+        return known
+
     def grow_to(self, num_blocks: int) -> None:
         """Blocks up to `num_blocks` have memory now. A smaller number than `committed` is an error."""
         if not self.committed <= num_blocks <= self.capacity:

@@ -81,6 +81,11 @@ class Scheduler:
         """Sequences without a slot, preempted ones too."""
         return len(self._live) - len(self._slots.running)
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """All live requests, in the order of their arrival."""
+        return tuple(self._live)
+
     def tokens(self, request_id: str) -> Tokens[int]:
         """Prompt and generated tokens of a live request: the live list itself, so do not change it."""
         return self._live[request_id].tokens
@@ -121,16 +126,16 @@ class Scheduler:
         else:
             self._slots.waiting.add(sequence)
 
-    def unpark(self, request_id: str) -> None:
-        """A parked request may run now."""
-        sequence = self._live[request_id]
-        self._parked.remove(sequence)
-        sequence.phase = Phase.WAITING
     def overlap(self, requests: Mapping[str, bool]) -> None:
         """Whether the next token of live requests may be drawn before the last one is known."""
         for name, overlaps in requests.items():
             self._live[name].overlaps = overlaps
 
+    def unpark(self, request_id: str) -> None:
+        """A parked request may run now."""
+        sequence = self._live[request_id]
+        self._parked.remove(sequence)
+        sequence.phase = Phase.WAITING
         self._slots.waiting.add(sequence)
 
     def abort(self, request_id: str) -> bool:

@@ -13,6 +13,7 @@ from ostinato.runtime.frames import KINDS, Events, FrameReader, FrameWriter, Sta
 from ostinato.runtime.messages import (
     Abort,
     CallDone,
+    EndRequests,
     EngineInfo,
     EngineState,
     EngineStats,
@@ -20,8 +21,11 @@ from ostinato.runtime.messages import (
     GenerateRequest,
     KVTarget,
     Refused,
+    ResetPrefixCache,
     SamplingParams,
     Sleep,
+    StartProfile,
+    StopProfile,
     TokenEvent,
     TokenLogprob,
     Wake,
@@ -64,6 +68,10 @@ MESSAGES = [
     Sleep(call_id=2, level=2),
     Wake(call_id=3),
     CallDone(call_id=2, state=EngineState()),
+    ResetPrefixCache(call_id=4),
+    EndRequests(call_id=5, request_ids=("a-0",)),
+    StartProfile(call_id=6, seconds=0.5),
+    StopProfile(call_id=7),
 ]
 
 

@@ -1,10 +1,12 @@
-"""`LLM.sleep`, `wake` and `set_kv_target`."""
+"""`LLM.sleep`, `wake`, `set_kv_target`; prefix cache, abort and profiles."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from ostinato.errors import InvalidRequest, SleepRefused
+from ostinato.errors import InvalidRequest, ProfileRefused, SleepRefused
+from ostinato.runtime.config import ProfileConfig
 from ostinato.runtime.engine_thread import EngineThread
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.messages import SamplingParams
@@ -13,6 +15,7 @@ from tests.support.toy_model import ToyModel, load_toy
 from tests.support.toy_text import front_end
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture
@@ -57,3 +60,25 @@ def test_a_target_is_kept_and_shown(llm):
     llm.generate(prompt_of(20), GREEDY)
     assert llm.stats.blocks_committed == 20
     assert llm.set_kv_target(None).kv_target_bytes is None
+
+
+def test_prefixes_are_forgotten_answers_ended_and_profiles_taken(tmp_path):
+    config = toy_config(profile=ProfileConfig(folder=str(tmp_path)))
+    slow = partial(ToyModel, step_s=0.005)
+    engine = EngineThread("toy", config, load=lambda folder, config: slow(folder))
+    with LLM.over(engine, front_end(), config) as llm, ThreadPoolExecutor(1) as other:
+        llm.generate(prompt_of(33), GREEDY)
+        assert llm.reset_prefix_cache() == 2
+        assert llm.generate(prompt_of(33), GREEDY)[0].num_cached_tokens == 0
+        assert llm.start_profile(20.0) == 20.0
+        with pytest.raises(ProfileRefused, match="running already"):
+            llm.start_profile()
+        asking = other.submit(llm.generate, [prompt_of(20), prompt_of(9)], LONG)
+        ended = 0
+        while not ended:
+            ended = llm.abort()
+        outputs = asking.result(20)
+        assert "abort" in {output.outputs[0].finish_reason for output in outputs}
+        assert llm.stop_profile().parent == tmp_path
+        with pytest.raises(InvalidRequest, match="seconds"):
+            llm.start_profile(-1.0)

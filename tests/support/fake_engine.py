@@ -37,7 +37,7 @@ class FakeEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)  # request id -> "abort it"
     aborted: list[str] = field(default_factory=list)
-    calls: list[tuple[str, int | None]] = field(default_factory=list)  # of memory
+    calls: list[tuple[str, float | None]] = field(default_factory=list)  # of memory
     asleep: int = 0
     refuses: EngineError | None = None  # what the next such call raises
     started: bool = False
@@ -69,14 +69,33 @@ class FakeEngine:
     async def wake(self) -> EngineState:
         return self._called("wake", None, 0)
 
-    def _called(self, what: str, argument: int | None, asleep: int) -> EngineState:
+    async def reset_prefix_cache(self) -> int:
+        self._called("reset_prefix_cache", None, self.asleep)
+        return 3
+
+    async def end_requests(self, request_ids: Sequence[str] | None) -> int:
+        names = list(self.running) if request_ids is None else request_ids
+        self._called("end", None if request_ids is None else len(request_ids), self.asleep)
+        await self.abort([*names])
+        return len(names)
+
+    async def start_profile(self, seconds: float | None) -> float:
+        self._called("start_profile", seconds, self.asleep)
+        return seconds or 30.0
+
+    async def stop_profile(self) -> str:
+        self._called("stop_profile", None, self.asleep)
+        return "/traces/trace-1.json"
+
+    def _called(self, what: str, argument: float | None, asleep: int) -> EngineState:
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.refuses is not None:
             raise self.refuses
         self.calls.append((what, argument))
         self.asleep = asleep
-        return EngineState(asleep=asleep, kv_bytes=64, kv_target_bytes=argument if what == "kv" else None)
+        target = argument if what == "kv" else None
+        return EngineState(asleep=asleep, kv_bytes=64, kv_target_bytes=target)
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -48,6 +48,9 @@ class NoModel:
     device = torch.device("cpu")
     weights = FixedWeights()
 
+    def name_calls(self, named: bool) -> None:
+        """All it does are torch's operators."""
+
     def start_team(self) -> None:
         """It has no threads."""
 

@@ -74,7 +74,7 @@ def told(raw: bytes) -> list[dict[str, Any]]:
 
 
 def message(batches: list[list[Event]], reason: str, *, streams: bool) -> tuple[bytes, dict[str, Any]]:
-    answer = MessageAnswer("toy", Choice(), streams=streams)
+    answer = MessageAnswer("msg_1", "toy", Choice(), streams=streams)
     raw = answer.begin() + b"".join(answer.push(batch) for batch in batches)
     raw += answer.finish(reason, None)
     return raw, answer.body()

@@ -234,7 +234,7 @@ async def test_request_id_names_the_answer_and_may_not_be_in_use(path: str):
         fields = {**ASK[path], "request_id": "mine-7"}
         whole, events = await both(served, path, request_id="mine-7")
         assert {whole["id"], *(event["id"] for event in events)} == {f"{prefix}-mine-7"}
-        served.state.live.add(f"{prefix}-mine-7-0")
+        served.state.live[f"{prefix}-mine-7-0"] = ""
         status, body = await served.post(path, fields)
         assert (status, body["error"]["param"]) == (400, "request_id")
         served.state.live.clear()

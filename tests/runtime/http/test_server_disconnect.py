@@ -69,7 +69,7 @@ async def test_leaving_before_the_first_token_aborts_within_a_second(stream: boo
         await close(writer)
         await until(lambda: not served.engine.running, seconds=1.5)
         assert len(served.engine.aborted) == n
-        assert served.state.live == set()
+        assert served.state.live == {}
 
 
 async def test_leaving_with_a_reset_aborts_at_once():
@@ -187,7 +187,7 @@ async def test_two_hundred_leavers_leave_nothing_behind():
         for batch in range(10):
             await asyncio.gather(*(leave(batch * 20 + which) for which in range(20)))
         await until(lambda: not served.engine.running and len(asyncio.all_tasks()) <= before)
-        assert served.state.live == set()
+        assert served.state.live == {}
         gc.collect()
         status, body = await served.post("/v1/completions", {**FIELDS, "max_tokens": 3})
         assert (status, body["usage"]["completion_tokens"]) == (200, 3)
