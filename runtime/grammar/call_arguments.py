@@ -34,7 +34,7 @@ def pythonic_arguments(
     for key, value in schema.get("properties", {}).items():
         inner = {**value, **shared} if isinstance(value, Mapping) else value
         pairs.append((sequence(quoted(f"{key}="), json_value(inner, lenient=not is_strict)), key))
-    return _listed(pairs, set(schema.get("required", ())), name, quoted(", "))
+    return listed(pairs, set(schema.get("required", ())), name, quoted(", "))
 
 
 def gemma4_arguments(
@@ -45,8 +45,8 @@ def gemma4_arguments(
     return made.object(schema), made.lines
 
 
-def _listed(pairs: list[tuple[str, str]], required: set[str], name: str, comma: str) -> tuple[str, list[str]]:
-    """Pairs in their order, those that are not required may be missing."""
+def listed(pairs: list[tuple[str, str]], required: set[str], name: str, comma: str) -> tuple[str, list[str]]:
+    """A right-hand side and its rules: pairs in their order, those that are not required may be missing."""
     lines = []
     tail = ""  # rule of what may follow once a pair is written
     head = ""  # and before any is
@@ -78,7 +78,7 @@ class _Gemma:
         if not properties:
             return self._any_object()
         pairs = [(sequence(quoted(f"{key}:"), self._value(inner)), key) for key, inner in properties.items()]
-        inside, lines = _listed(pairs, set(schema.get("required", ())), self._fresh(), quoted(","))
+        inside, lines = listed(pairs, set(schema.get("required", ())), self._fresh(), quoted(","))
         self.lines += lines
         return f'"{{" {inside} "}}"'
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.grammar.call_arguments import gemma4_arguments, pythonic_arguments
 from ostinato.runtime.grammar.lark_text import TokenId, is_token, json_value, quoted, sequence, text
+from ostinato.runtime.grammar.tagged_arguments import TAGS, tagged_arguments
 
 
 class CallShape(NamedTuple):
@@ -48,6 +49,13 @@ _SHAPES: dict[str, CallShape] = {
     "deepseek_v3": CallShape(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", "\n",
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", trigger="<｜tool▁calls▁begin｜>",
+    ),
+    "qwen3_xml": CallShape(
+        "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", trigger="<tool_call>"
+    ),
+    "minimax": CallShape(
+        '<invoke name="', '">\n', "</invoke>", "\n", "<minimax:tool_call>\n", "\n</minimax:tool_call>",
+        trigger="<minimax:tool_call>",
     ),
     "gpt_oss": CallShape(
         "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", "",
@@ -124,6 +132,9 @@ class _Rules:
         if self._format in ("gemma4", "pythonic"):
             make = gemma4_arguments if self._format == "gemma4" else pythonic_arguments
             arguments, lines = make(schema or {}, f"args_{at}", self._token_id, is_strict=is_strict)
+            self._lines += lines
+        elif self._format in TAGS:
+            arguments, lines = tagged_arguments(schema or {}, f"args_{at}", self._format, is_strict=is_strict)
             self._lines += lines
         else:
             arguments = json_value({"type": "object", **(schema or {})}, lenient=not is_strict)

@@ -76,7 +76,7 @@ class _Tags(ToolFormat):
             name = "".join(key).strip()
             answer.arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}:")
             comma = ","
-            kinds = _types(answer.schema_of(called), name)
+            kinds = value_types(answer.schema_of(called), name)
             if not (yield from self._value(read, answer, kinds)):
                 return False
 
@@ -133,8 +133,8 @@ class MiniMax(_Tags):
         return "<minimax:tool_call>" in template
 
 
-def _types(schema: Mapping[str, object], key: str) -> set[str]:
-    """Types that the schema allows for a key; empty if it does not say."""
+def value_types(schema: Mapping[str, object], key: str) -> set[str]:
+    """Types that the schema of a tool's arguments allows for a key; empty if it does not say."""
     properties = schema.get("properties")
     value = properties.get(key) if isinstance(properties, Mapping) else None
     kinds: set[str] = set()

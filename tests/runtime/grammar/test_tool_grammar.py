@@ -15,6 +15,7 @@ from tests.support import toy_text
 
 MARKERS = [
     "<tool_call>", "</tool_call>", "<|tool_call|>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]",
+    "<minimax:tool_call>", "</minimax:tool_call>",
     "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
     "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
@@ -54,6 +55,12 @@ GOOD = {
     '{"a":1,"b":"q","c":["y z"]}\n```<｜tool▁call▁end｜>\n'
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now.utc-1\n```json\n"
     "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "qwen3_xml": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    '<parameter=b>\nq\n</parameter>\n<parameter=c>\n["y z"]\n</parameter>\n</function>\n</tool_call>\n'
+    "<tool_call>\n<function=now.utc-1>\n</function>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+    '<parameter name="b">q</parameter>\n<parameter name="c">["y z"]</parameter>\n</invoke>\n'
+    '<invoke name="now.utc-1">\n</invoke>\n</minimax:tool_call>',
     "gpt_oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1,"b":"q","c":["y z"]}<|call|>',
 }
@@ -145,6 +152,90 @@ def test_arguments_of_gemma_nest_refer_and_leave_out(compiler: GrammarCompiler, 
     }.items():
         text = f"<|tool_call>call:f{{{inside}}}<tool_call|>"
         assert taken(compiler, tokenizer, grammar, text) == result, inside
+
+
+VALUES: list[
+    tuple[dict[str, Any], str, str, object]
+] = [  # schema of `x`, what is written, verdict, what is read
+    ({"type": "string"}, "5", "whole", "5"),
+    ({"type": "string"}, "a <b>\n</c> {", "whole", "a <b>\n</c> {"),
+    ({"type": "string"}, "", "whole", ""),
+    ({"type": "string", "enum": ["x", "y z"]}, "y z", "whole", "y z"),
+    ({"type": "string", "enum": ["x", "y z"]}, "y", "no", None),
+    ({"type": "string", "const": "1"}, "1", "whole", "1"),
+    ({"enum": ["1", 2]}, '"1"', "whole", "1"),  # as JSON, for the schema has no type
+    ({"enum": ["1", 2]}, "2", "whole", 2),
+    ({"type": "integer", "minimum": 3}, "4", "whole", 4),
+    ({"type": "integer", "minimum": 3}, "2", "no", None),
+    ({"type": "boolean"}, "True", "no", None),
+    ({"type": ["string", "null"]}, "null", "whole", None),
+    ({"type": ["string", "null"]}, '"5"', "whole", "5"),
+    (
+        {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "null"}]},
+        "[1, 2.5]",
+        "whole",
+        [1, 2.5],
+    ),
+    ({"$ref": "#/$defs/p"}, '{"q": [true]}', "whole", {"q": [True]}),
+    ({"$ref": "#/$defs/p"}, '{"q": true}', "no", None),
+]
+OBJECT = {"type": "object", "properties": {"q": {"type": "array"}}, "required": ["q"]}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_xml", "minimax"])
+def test_tagged_values_have_the_types_of_their_schema(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, family: str, strict: bool
+):
+    for schema, written, verdict, value in VALUES:
+        parameters = {
+            "type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"p": OBJECT},
+        }  # fmt: skip
+        tools = [{"function": {"name": "add", "strict": strict, "parameters": parameters}}]
+        grammar = tool_call_grammar(tools, "required", family, token_id=tokenizer.token_to_id)
+        call = {
+            "qwen3_xml": f"<tool_call>\n<function=add>\n<parameter=x>\n{written}\n</parameter>\n</function>\n"
+            "</tool_call>",
+            "minimax": '<minimax:tool_call>\n<invoke name="add">\n'
+            f'<parameter name="x">{written}</parameter>\n</invoke>\n</minimax:tool_call>',
+        }[family]
+        assert taken(compiler, tokenizer, grammar, call) == verdict, (schema, written)
+        if verdict == "whole":
+            (read,) = parse_tool_calls(call, family, tools={"add": parameters}, strict=True).calls
+            assert read.arguments == {"x": value}
+
+
+def test_tagged_texts_among_other_types_are_plain_only_where_the_tool_is_not_strict(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+):
+    def verdict(strict: bool, call: str) -> str:
+        parameters = {"properties": {"x": {"type": ["string", "null"]}, "y": {}}}
+        tools = [{"function": {"name": "f", "strict": strict, "parameters": parameters}}]
+        grammar = tool_call_grammar(tools, "required", "qwen3_xml", token_id=tokenizer.token_to_id)
+        return taken(
+            compiler, tokenizer, grammar, f"<tool_call>\n<function=f>\n{call}</function>\n</tool_call>"
+        )
+
+    for strict in (True, False):
+        assert verdict(strict, "") == "whole"  # nothing is required
+        assert verdict(strict, "<parameter=y>\n[1]\n</parameter>\n") == "whole"
+        assert verdict(strict, "<parameter=y>\n1\n</parameter>\n<parameter=x>\nnull\n</parameter>\n") == "no"
+    assert verdict(False, "<parameter=x>\nParis\n</parameter>\n") == "whole"
+    assert verdict(True, "<parameter=x>\nParis\n</parameter>\n") == "no"
+
+
+@pytest.mark.parametrize("family", ["qwen3_xml", "minimax"])
+def test_limits_of_a_tagged_text_are_refused_if_strict_and_ignored_if_not(family: str):
+    function: dict[str, Any] = {
+        "name": "f",
+        "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}},
+    }
+    assert tool_call_grammar([{"function": function}], "required", family, token_id=lambda _: None)
+    with pytest.raises(InvalidRequest, match="'pattern' of 'a', a text of a strict tool") as caught:
+        tool_call_grammar(
+            [{"function": {**function, "strict": True}}], "required", family, token_id=lambda _: None
+        )
+    assert caught.value.param == "tools"
 
 
 def test_nothing_is_made_where_nothing_is_to_be_enforced():
