@@ -12,6 +12,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ContextTooLong",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDead",
     "EngineError",
@@ -24,6 +25,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
+    "WrongTask",
     "compile_model",
     "parse_thinking",
     "parse_tool_calls",
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
         ModelError,
         Overloaded,
         RequestError,
+        WrongTask,
     )
     from ostinato.runtime.compile import compile_model
     from ostinato.runtime.config import EngineConfig
@@ -53,17 +57,24 @@ if TYPE_CHECKING:
         parse_thinking,
         parse_tool_calls,
     )
-    from ostinato.runtime.request_output import CompletionOutput, RequestOutput
+    from ostinato.runtime.request_output import (
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
 
 _MODULES = {
     "LLM": "runtime.llm",
     "CompletionOutput": "runtime.request_output",
+    "EmbeddingRequestOutput": "runtime.request_output",
     "EngineConfig": "runtime.config",
     "ParsedThinking": "runtime.output.offline",
     "ParsedToolCall": "runtime.output.offline",
     "ParsedToolCalls": "runtime.output.offline",
     "RequestOutput": "runtime.request_output",
     "SamplingParams": "runtime.messages",
+    "ScoringRequestOutput": "runtime.request_output",
     "compile_model": "runtime.compile",
     "parse_thinking": "runtime.output.offline",
     "parse_tool_calls": "runtime.output.offline",

@@ -29,6 +29,7 @@ class CapturedGraph(NamedTuple):
     graph_module: fx.GraphModule
     facts: ModelFacts
     constants: dict[str, Tensor]  # values of weights that no checkpoint holds
+    alone: fx.GraphModule | None = None  # of a classifier: transformers' own head on one sequence, for proof
 
 
 class _Step(nn.Module):

@@ -2,6 +2,7 @@
 
 The head of a classifier is transformers' own. It reads a row of a padded batch, so behind the layers that mix
 tokens the flat step [1, T, D] becomes one row for each sequence, [B, 1, D], and what follows is unchanged.
+That the head reads no more than this row is proved: the model is also traced as it is, for one sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from ostinato.errors import ModelError
+from ostinato.errors import EngineError, ModelError
 from ostinato.graph.build import BuiltModel
 from ostinato.graph.capture import MAX_STEP_TOKENS, CapturedGraph, export, name_weights
 from ostinato.graph.facts import ModelFacts, PoolingFacts
@@ -36,6 +37,7 @@ class _PoolStep(nn.Module):
         self.model, self.dense = model, dense
         self._hooks, self._task = hooks, plan.task
         self.pooling: Literal["mean", "last", "cls"] = plan.pooling or "cls"
+        self.is_alone = False  # one sequence: the model as it is
         self._known = inspect.signature(model.forward).parameters
         self.first_position = _first_position(model)
 
@@ -74,8 +76,11 @@ class _PoolStep(nn.Module):
     def _score(self, arguments: dict[str, Any], query_start: Tensor, rows: Tensor) -> Tensor:
         """Scores [B, labels] of the model's own head."""
         model: Any = self.model
+        ones = torch.ones_like(arguments["input_ids"])
+        if self.is_alone:
+            whole: Tensor = model(**arguments, attention_mask=ones)[0]
+            return whole
         if isinstance(model, GenericForSequenceClassification):
-            ones = torch.ones_like(arguments["input_ids"])
             hidden = model.base_model(**arguments, attention_mask=ones)[0][0]
             scores: Tensor = model.score(hidden[rows])
             return scores
@@ -139,10 +144,11 @@ def capture_pooling(
     inputs = sample_inputs()
     with hooks.registered(), torch.no_grad():
         with built.fake_mode:  # dry run: is it causal?
-            step(*(built.fake_mode.from_tensor(t, static_shapes=True) for t in inputs))
+            _dry_run(step, [built.fake_mode.from_tensor(t, static_shapes=True) for t in inputs])
         causal = _is_causal(built, hooks)
         step.pooling = _pooling(built, plan, causal)
         exported = export(step, tuple(inputs), _dynamic_shapes())
+        alone = _export_alone(step) if plan.task == "score" else None
     graph_module = exported.graph_module
     (answer,) = graph_module.graph.output_node().args[0]
     size = int(answer.meta["val"].shape[-1])
@@ -174,7 +180,38 @@ def capture_pooling(
     )
     constants = {f"dense.{name}": value.detach() for name, value in dense.named_parameters()}
     named = name_weights(exported, graph_module, built._replace(constants=built.constants | constants))
-    return CapturedGraph(graph_module, model_facts, named)
+    if alone is None:
+        return CapturedGraph(graph_module, model_facts, named)
+    named |= name_weights(alone, alone.graph_module, built)
+    return CapturedGraph(graph_module, model_facts, named, alone.graph_module)
+
+
+def _dry_run(step: _PoolStep, inputs: list[Tensor]) -> None:
+    try:
+        step(*inputs)
+    except EngineError:
+        raise
+    except Exception as error:  # border: a model of another kind fails in any way, deep in transformers
+        raise ModelError(
+            f"{type(step.model).__name__}: cannot run whole sequences one after another "
+            f"({type(error).__name__}: {str(error)[:300]}); models can whose attention goes through "
+            "transformers' attention interface"
+        ) from error
+
+
+def _export_alone(step: _PoolStep) -> torch.export.ExportedProgram:
+    """The model on one sequence, without our hook in front of its head."""
+    tokens = Dim("T", min=1, max=MAX_STEP_TOKENS)
+    inputs = PoolInputs(
+        token_ids=torch.zeros(7, dtype=torch.int64),
+        positions=torch.arange(7),
+        token_types=torch.zeros(7, dtype=torch.int64),
+        query_start=torch.tensor([0, 7], dtype=torch.int32),
+        rows=torch.tensor([0]),
+    )
+    shapes: dict[str, Any] = {name: {0: tokens} for name in ("token_ids", "positions", "token_types")}
+    step.is_alone = True
+    return export(step, tuple(inputs), shapes | {"query_start": None, "rows": None})
 
 
 def _is_causal(built: BuiltModel, hooks: PoolHooks) -> bool:

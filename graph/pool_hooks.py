@@ -41,11 +41,11 @@ class PoolHooks(CaptureHooks):
 
     def _mask(self, *args: Any, **kwargs: Any) -> PoolMask:
         local = int(kwargs.get("local_size") or 0)
-        found = [
-            PoolMask(causal, window)
-            for causal, window in ((True, local), (False, local + 1 if local else 0))
-            if _is_mask(kwargs["mask_function"], causal, window)
-        ]
+        # A bidirectional window may count the token itself (Gemma) or not (ModernBERT).
+        candidates = [PoolMask(True, local), PoolMask(False, local)] + [PoolMask(False, local + 1)] * bool(
+            local
+        )
+        found = [mask for mask in candidates if _is_mask(kwargs["mask_function"], *mask)]
         if not found:
             raise ModelError(
                 f"attention mask of {type(kwargs.get('config')).__name__} is neither causal nor "

@@ -134,9 +134,10 @@ def load_config(source: ModelSource) -> PretrainedConfig:
             f"{source.path}: num_hidden_layers={layers} in the config, but the files hold {tensors} tensors; "
             "it must be at least 1, and every layer has tensors of its own: correct the config"
         )
-    if text.max_position_embeddings < 2:
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 2:
         raise ModelError(
-            f"{source.path}: max_position_embeddings={text.max_position_embeddings} in the config leaves no "
+            f"{source.path}: max_position_embeddings={positions} in the config leaves no "
             "room for a prompt and an answer; correct the config"
         )
     stated = {**source.config, **(source.config.get("text_config") or {})}

@@ -157,7 +157,8 @@ class _Compile:
 
     def run(self) -> Manifest:
         self._write_text()
-        target = open_target(self._folder, self._config)
+        self._pooling = pooling_plan(self._source, self._config.graph)
+        target = open_target(self._folder, self._config, pools=self._pooling is not None)
         try:
             return self._run(target)
         finally:
@@ -196,7 +197,6 @@ class _Compile:
     def _build(self) -> BuiltModel:
         hf_config = load_config(self._source)
         self._dtype = resolve_dtype(self._config.graph.dtype, self._source)
-        self._pooling = pooling_plan(self._source, self._config.graph)
         self._hooks = CaptureHooks() if self._pooling is None else PoolHooks()
         task = "generate" if self._pooling is None else self._pooling.task
         built = build_model(hf_config, self._dtype, self._hooks, task=task)
@@ -269,8 +269,8 @@ class _Compile:
 
         if (pooling := captured.facts.pooling) is not None:
             return prove_pooling(
-                unfused, weight, program, pooling, dtype=self._dtype, vocab_size=captured.facts.vocab_size,
-                longest=captured.facts.max_model_len, device=device,
+                unfused, weight, program, pooling, alone=captured.alone, dtype=self._dtype,
+                vocab_size=captured.facts.vocab_size, longest=captured.facts.max_model_len, device=device,
             )  # fmt: skip
         return prove(
             unfused, weight, program, captured.facts.kv_layers,

@@ -75,11 +75,15 @@ def chosen_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def open_target(folder: Path, config: EngineConfig) -> CompileTarget:
-    """The target that the settings name, with its background work begun."""
+def open_target(folder: Path, config: EngineConfig, *, pools: bool) -> CompileTarget:
+    """The target that the settings name, with its background work begun. `pools`: no model to generate."""
     device = chosen_device(config.graph.target)
     if device.type == "cpu":
         return CpuTarget(folder)
+    if pools:
+        from ostinato.runtime.gpu.pool_target import GpuPoolTarget  # needs what only a GPU machine has
+
+        return GpuPoolTarget(folder, device)
     from ostinato.runtime.gpu.gpu_target import GpuTarget  # needs what only a GPU machine has
 
     return GpuTarget(folder, device)

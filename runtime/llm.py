@@ -23,6 +23,7 @@ from ostinato.runtime.config import EngineConfig, read_settings
 from ostinato.runtime.file_hash import hashes_ahead
 from ostinato.runtime.llm_arguments import (
     Message,
+    check_queueing,
     check_template,
     check_truncation,
     read_conversation,
@@ -35,7 +36,12 @@ from ostinato.runtime.llm_arguments import (
 from ostinato.runtime.llm_session import Job, Session
 from ostinato.runtime.messages import EngineInfo, EngineState, EngineStats, SamplingParams
 from ostinato.runtime.openmp_spin import shorten_spin
-from ostinato.runtime.request_output import CompletionOutput, RequestOutput
+from ostinato.runtime.request_output import (
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from ostinato.runtime.text import TextFrontEnd
 
 Prompt = str | Sequence[int]
@@ -254,6 +260,59 @@ class LLM:
         return self._answer(
             session.jobs(inputs, several, n, priority=priority, cache_salt=cache_salt), progress
         )
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        progress: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Vectors of all prompts (text, token ids or an array of them), in order.
+
+        `dimensions`: the first so many numbers; None: all. `normalize`: to length 1; None: as the model does.
+        `truncate_prompt_tokens`: use the first so many tokens of each prompt, -1: as many as the model takes.
+        Raises WrongTask for a model that does not embed, InvalidRequest or ContextTooLong before anything
+        runs, EngineDead.
+        """
+        from ostinato.runtime.pooling import llm_pooling
+        from ostinato.runtime.progress import generate_progress
+
+        self._session.check_open()
+        check_truncation(truncate_prompt_tokens)
+        check_queueing(priority, "")
+        options = llm_pooling.Options(truncate_prompt_tokens, dimensions, normalize, None, priority)
+        with generate_progress(len(prompts), show=progress) as advance:
+            return llm_pooling.embed(self._session, prompts, options, advance)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+        progress: bool | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each document fits its query: one query for all documents, or as many as there are.
+
+        By a cross-encoder, or by the angle between the vectors of a model that embeds. `use_activation`: let
+        a cross-encoder's scores end in a sigmoid; None: as the model does. Truncation and errors as in
+        `embed`; of a pair the longer text is cut.
+        """
+        from ostinato.runtime.pooling import llm_pooling
+        from ostinato.runtime.progress import generate_progress
+
+        self._session.check_open()
+        check_truncation(truncate_prompt_tokens)
+        check_queueing(priority, "")
+        options = llm_pooling.Options(truncate_prompt_tokens, sigmoid=use_activation, priority=priority)
+        with generate_progress(len(documents), show=progress) as advance:
+            return llm_pooling.score(self._session, queries, documents, options, advance)
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None

@@ -70,6 +70,15 @@ class Session:
             future.cancel()
             raise
 
+    @property
+    def room(self) -> asyncio.Semaphore:
+        """Held by a request while the engine has it."""
+        return self._room
+
+    def next_name(self) -> str:
+        """Of a request, in no use."""
+        return f"llm-{next(self._numbers)}"
+
     def check_open(self) -> None:
         """EngineDead if nothing can run here."""
         if os.getpid() != self._pid:

@@ -118,6 +118,7 @@ class PoolResult(Section):
     request_id: str
     numbers: str = ""
     error: str = ""
+    aborted: bool = Field(False, description="by an operator; `error` says so")
     queued_s: float = 0.0
 
 

@@ -35,16 +35,21 @@ ROUTES = {  # what a front end over HTTP does it with
 }
 
 
+def task_of(info: EngineInfo) -> Literal["generate", "embed", "score"]:
+    """What the model is for."""
+    return "generate" if info.pooling is None else info.pooling.task
+
+
 def check_task(task: Literal["generate", "embed", "score"], info: EngineInfo) -> None:
     """Raise WrongTask for what the model cannot do. Vectors give scores too, by their angle."""
-    able = "generate" if info.pooling is None else info.pooling.task
+    able = task_of(info)
     if task != able and (task, able) != ("score", "embed"):
         raise wrong_task(task, info)
 
 
 def wrong_task(task: Literal["generate", "embed", "score"], info: EngineInfo) -> WrongTask:
     """The refusal, which says what the model can do."""
-    able = "generate" if info.pooling is None else info.pooling.task
+    able = task_of(info)
     return WrongTask(
         f"{info.model} cannot {task}: it is a model to {able} with, for {ROUTES[able]}", param="model"
     )

@@ -20,6 +20,40 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of one input."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """One input of `LLM.embed` and its vector."""
+
+    request_id: str
+    prompt: str | None  # None: the input was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """The score of one pair."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """One pair of `LLM.score`, named by its document, and its score."""
+
+    request_id: str
+    prompt: str
+    prompt_token_ids: tuple[int, ...]  # of the pair; of the document alone where vectors are compared
+    outputs: ScoringOutput
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """One prompt and its `n` answers."""
 

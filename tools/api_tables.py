@@ -26,6 +26,12 @@ from ostinato.runtime.http.api_schema import (
     TokenizeRequest,
 )
 from ostinato.runtime.http.messages_schema import MessagesRequest
+from ostinato.runtime.http.pooling_schema import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from ostinato.runtime.http.responses_schema import ResponsesRequest
 from ostinato.runtime.http.wire import IGNORED, UNSUPPORTED, Wire
 
@@ -91,6 +97,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "detokenize": lambda: field_table(own_fields(DetokenizeRequest, Wire)),
     "responses": lambda: field_table(own_fields(ResponsesRequest, Wire)),
     "responses_others": lambda: other_fields(ResponsesRequest),
+    "pooling": lambda: field_table(own_fields(PoolingRequest, Wire)),
+    "embeddings": lambda: field_table(own_fields(EmbeddingRequest, PoolingRequest)),
+    "score": lambda: field_table(own_fields(ScoreRequest, PoolingRequest)),
+    "rerank": lambda: field_table(own_fields(RerankRequest, PoolingRequest)),
     "messages": lambda: field_table(own_fields(MessagesRequest, Wire)),
     "messages_others": lambda: other_fields(MessagesRequest),
     "ignored": ignored_list,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 from ostinato import log as logs
 from ostinato.errors import CompileError, ModelError, no_such_path
@@ -19,6 +20,7 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.http.serve_app import listen, serve
 from ostinato.runtime.http.server import make_app
+from ostinato.runtime.request_check import task_of
 from ostinato.runtime.sigterm import exits_on_sigterm
 from ostinato.runtime.text import TextFrontEnd
 from ostinato.tools.flags import add_flags, changed, config_from, user_path
@@ -53,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     def on_ready(url: str) -> None:
         name = config.server.served_name or engine.info.model
         print(
-            f"ready after {time.monotonic() - began:.1f} s; try:\n\n{curl_line(url, name, config)}\n",
+            f"ready after {time.monotonic() - began:.1f} s; try:\n\n"
+            f"{curl_line(url, name, config, task=task_of(engine.info))}\n",
             flush=True,
         )
 
@@ -113,11 +116,24 @@ def _flag_value(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def curl_line(url: str, model: str, config: EngineConfig) -> str:
+_QUESTION = "What is the capital of France?"
+_TRIES: dict[str, tuple[str, dict[str, object]]] = {
+    "generate": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_tokens": 64},
+    ),
+    "embed": ("/v1/embeddings", {"input": _QUESTION}),
+    "score": ("/v1/rerank", {"query": _QUESTION, "documents": ["Bananas are yellow.", "It is Paris."]}),
+}
+
+
+def curl_line(
+    url: str, model: str, config: EngineConfig, *, task: Literal["generate", "embed", "score"] = "generate"
+) -> str:
     """A request that works when pasted into a shell."""
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": model, "messages": messages, "temperature": 0, "max_tokens": 64})
+    path, fields = _TRIES[task]
+    body = json.dumps({"model": model, **fields})
     needs_key = config.server.api_key or config.server.api_key_file
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     json_header = "-H 'Content-Type: application/json'"
-    return f"curl -s {url}/v1/chat/completions {json_header}{key} \\\n  -d {shlex.quote(body)}"
+    return f"curl -s {url}{path} {json_header}{key} \\\n  -d {shlex.quote(body)}"

@@ -62,8 +62,10 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
     """
     began = time.perf_counter()
     torch.cuda.set_device(device)
-    STORE.read(folder)
-    STORE.is_sealed = True
+    pools = manifest.facts.pooling is not None
+    if not pools:  # see pool_target.py
+        STORE.read(folder)
+        STORE.is_sealed = True
     weights = DeviceWeights(folder / WEIGHTS, gpu_driver(device))
     try:
         digest = weights.fill()
@@ -71,7 +73,7 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
             raise ArtifactError(
                 f"{folder / WEIGHTS}: content does not match the manifest's hash; compile the model again"
             )
-        run = bind_gpu(folder, manifest.plans, weights)
+        run = (bind_pooling if pools else bind_gpu)(folder, manifest.plans, weights)
     except BaseException:
         weights.close()
         raise
@@ -91,6 +93,22 @@ def bind_gpu(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) 
         return runs[bisect_left(last_tokens, inputs.token_ids.shape[0])](inputs, kv)
 
     return run
+
+
+def bind_pooling(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) -> Bound:
+    """The one program of a model that embeds or scores, over torch's own kernels: see pool_target.py."""
+    program = read_program(folder / plans[0].program)
+    return bind(program, weights.tensors(), native=torch_ops(), device=weights.device)
+
+
+def torch_ops() -> dict[str, Callable[..., Any]]:
+    """Each of our ops as torch computes it on any device, without a kernel of ours."""
+    made: dict[str, Callable[..., Any]] = {
+        f"ostinato::{name}": reference
+        for name, module in vars(all_ops).items()
+        if (reference := getattr(module, f"{name}_reference", None)) is not None
+    }
+    return made | {"ostinato::varlen_attention": all_ops.varlen_attention._launch}
 
 
 def launchers(choices: tuning.Choices) -> dict[str, Callable[..., Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from ostinato.runtime.http.pooling_schema import PoolingRequest, RerankRequest, 
 from ostinato.runtime.http.request_rules import read_request
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.pooling.pool_text import Encoded, floats
+from ostinato.runtime.pooling.score_pairs import cosines, pairs_of
 
 
 async def score(request: web.Request) -> web.StreamResponse:
@@ -83,9 +83,7 @@ async def _scores(
                 param="use_activation",
             )
         return await _angles(state, prefix, fields, first, second, params)
-    pairs = [
-        Text(params[1], first[at if len(first) > 1 else 0], document) for at, document in enumerate(second)
-    ]
+    pairs = [Text(params[1], *pair) for pair in pairs_of(first, second)]
     inputs = await encode_texts(state, fields, pairs)
     name, results = await run_inputs(state, prefix, fields, inputs, sigmoid=sigmoid)
     return name, [floats(result.numbers)[0] for result in results], inputs
@@ -104,9 +102,7 @@ async def _angles(
     inputs = await encode_texts(state, fields, texts)
     name, results = await run_inputs(state, prefix, fields, inputs, normalize=True)
     vectors = [floats(result.numbers) for result in results]
-    left, right = vectors[: len(first)], vectors[len(first) :]
-    pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-    return name, [math.fsum(a * b for a, b in zip(*pair, strict=True)) for pair in pairs], inputs
+    return name, cosines(vectors[: len(first)], vectors[len(first) :]), inputs
 
 
 def _json(answer: dict[str, object]) -> web.Response:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ostinato.errors import EngineError, InvalidRequest
+from ostinato.errors import EngineError, InvalidRequest, RequestAborted
 from ostinato.runtime.messages import PoolResult
 
 
@@ -45,7 +45,8 @@ class PoolAnswers:
         """Results of a step have come; those with an error are raised where they are awaited."""
         for result in results:
             if result.error:
-                self.refuse(result.request_id, EngineError(result.error))
+                kind = RequestAborted if result.aborted else EngineError
+                self.refuse(result.request_id, kind(result.error))
             elif (future := self._open.pop(result.request_id, None)) is not None and not future.done():
                 future.set_result(result)
 

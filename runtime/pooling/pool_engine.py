@@ -37,6 +37,7 @@ from ostinato.runtime.messages import (
     Abort,
     Call,
     CallDone,
+    EndRequests,
     EngineInfo,
     EngineState,
     EngineStats,
@@ -45,6 +46,7 @@ from ostinato.runtime.messages import (
     PoolRequest,
     PoolResult,
     PoolResults,
+    ResetPrefixCache,
     Sleep,
     Wake,
 )
@@ -171,7 +173,7 @@ class PoolEngine:
                     self._queue.drop(name)
                 continue
             if not isinstance(message, PoolRequest | GenerateRequest):
-                news.append(self._answer(message))
+                news += self._answer(message)
                 continue
             try:
                 self._add(message)
@@ -231,15 +233,24 @@ class PoolEngine:
         with torch.inference_mode():
             return self._model(inputs, ()).float().cpu()
 
-    def _answer(self, call: Call) -> CallDone:
+    def _answer(self, call: Call) -> list[Message]:
         """Do what a call asks for."""
-        began = self._clock()
+        began, count = self._clock(), 0
+        news: list[Message] = []
         try:
             match call:
                 case Sleep(level=level):
                     self._sleep(level)
                 case Wake():
                     self._wake()
+                case EndRequests(request_ids=names):
+                    ended = [
+                        n for n in (self._queue.names() if names is None else names) if self._queue.drop(n)
+                    ]
+                    count = len(ended)
+                    news.append(PoolResults(results=tuple(map(_aborted, ended))))
+                case ResetPrefixCache():
+                    pass  # there is none
                 case _:
                     raise InvalidRequest(
                         f"{type(call).__name__}: there is none of it in the engine of a model to "
@@ -247,13 +258,13 @@ class PoolEngine:
                     )
         except EngineError as error:
             log.warning("%s", error)
-            return CallDone(call_id=call.call_id, error=str(error), kind=type(error).__name__)
+            return [CallDone(call_id=call.call_id, error=str(error), kind=type(error).__name__)]
         state = EngineState(
             asleep=self._asleep,
             weights_bytes=self._model.weights.resident_bytes,
             seconds=self._clock() - began,
         )
-        return CallDone(call_id=call.call_id, state=state)
+        return [*news, CallDone(call_id=call.call_id, state=state, count=count)]
 
     def _sleep(self, level: int) -> None:
         if level < self._asleep:
@@ -283,6 +294,10 @@ def finished(row: Tensor, request: PoolRequest, pooling: PoolingFacts) -> Tensor
     kept = row[: request.dimensions]
     normalizes = pooling.normalize if request.normalize is None else request.normalize
     return torch.nn.functional.normalize(kept, dim=0) if normalizes else kept
+
+
+def _aborted(name: str) -> PoolResult:
+    return PoolResult(request_id=name, error="the request was aborted by the server", aborted=True)
 
 
 def _encoded(numbers: Tensor) -> str:

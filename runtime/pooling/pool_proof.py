@@ -2,7 +2,8 @@
 
 Three sequences of different lengths run in one step. The rule is that of proof.py, for a whole network. In
 float64 each sequence also runs alone, and must give the same: a model in which one sequence can see another
-(a convolution over the step, an attention that went unseen) is refused.
+(a convolution over the step, an attention that went unseen) is refused, and a classifier whose head reads
+more than one row.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ def prove_pooling(
     program: Bound,
     pooling: PoolingFacts,
     *,
+    alone: fx.GraphModule | None,
     dtype: torch.dtype,
     vocab_size: int,
     longest: int,
     device: torch.device = CPU,
     seed: int = 0,
 ) -> Proof:
-    """Raise CompileError over budget, ModelError for NaN or sequences that see each other; see `prove`."""
+    """Raise CompileError over budget, ModelError for NaN or sequences that see each other; see `prove`.
+
+    `alone`: see `CapturedGraph`.
+    """
     generator = torch.Generator().manual_seed(seed)
+    ids = vocab_size // 4, -(-vocab_size * 3 // 4)  # padding tokens, which heads skip, are first or last
     sequences = [
-        torch.randint(vocab_size, (min(length, longest),), generator=generator).tolist() for length in LENGTHS
+        torch.randint(*ids, (min(length, longest),), generator=generator).tolist() for length in LENGTHS
     ]
     types = [[0] * (len(ids) // 2) + [1] * (len(ids) - len(ids) // 2) for ids in sequences]
     if pooling.token_types < 2:
@@ -52,13 +58,13 @@ def prove_pooling(
     plain = interpret(graph_module, weights, inputs, (), None).double().cpu()
     ours = program(inputs, ()).double().cpu()
     refuse_infinite({"truth": (truth, ()), "plain": (plain, ())}, dtype)
-    for row, (ids, kinds) in enumerate(zip(sequences, types, strict=True)):
-        one = _moved(pool_inputs([ids], [kinds], pooling.pooling), device)
-        alone = interpret(graph_module, weights, one, (), torch.float64).double().cpu()
-        if float((alone[0] - truth[row]).abs().max()) > ALONE * float(truth.abs().max()):
+    for row, (tokens, kinds) in enumerate(zip(sequences, types, strict=True)):
+        one = _moved(pool_inputs([tokens], [kinds], pooling.pooling), device)
+        own = interpret(alone or graph_module, weights, one, (), torch.float64).double().cpu()
+        if _apart(own[0], truth[row]) > ALONE * float(truth.abs().max()):
             raise ModelError(
-                "the model gives other numbers for an input when others are in the same step: its layers mix "
-                "sequences in a way that cannot be carried"
+                "transformers gives other numbers for an input alone than for it among others: layers that "
+                "mix sequences, or a head that reads more than one row of each, cannot be carried"
             )
     error, unfused = float((ours - truth).abs().nan_to_num(nan=float("inf")).max()), _apart(plain, truth)
     budget = FACTOR * (unfused + torch.finfo(dtype).eps * float(truth.abs().max()))
