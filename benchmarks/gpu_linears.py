@@ -1,6 +1,6 @@
 """The linear layers of a decode step on a GPU: skinny_linear and skinny_gated against the library.
 
-    python -m benchmarks.gpu_linears [--models llama-8b smollm2-135m] [--tokens 1 2 4 8 16] [--tune]
+    python -m benchmarks.gpu_linears [--models llama-8b smollm2-135m] [--tokens 1 8 32 ...] [--tune]
 
 For each model and number of tokens: all linear layers of a step under one CUDA graph, every layer with
 weights of its own, so that nothing is found in L2.  Ours (norm, residual and activation inside), the parts
@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,18 @@ from torch import Tensor
 from benchmarks.gpu_graphs import captured, copy_speed, race
 from benchmarks.linear_layers import EPS, MODELS, WORST_ERROR, Bench, Layer, Model, check, ours, parts
 from benchmarks.record import ROOT, Row, header, write_record
-from ostinato.ops import add_rms_norm, rms_norm, silu_mul
-from ostinato.ops.skinny_rows import Config, token_block
+from ostinato.ops import add_rms_norm, rms_norm, silu_mul, wgmma_linear
+from ostinato.ops.gpu_kernels import STORE
+from ostinato.ops.skinny_rows import MAX_TOKENS, Config, token_block
+from ostinato.ops.tuning import CLASSES
+from ostinato.ops.wgmma_linear import Tile
+from ostinato.runtime.gpu.kernel_workers import compile_all as compile_tiles
 
 TUNED = ROOT / "ops" / "tuned"
-CLASSES = (1, 4, 8, 16)  # a choice is tuned for each: that of 4 serves 2 to 4 tokens
 
 Key = tuple[bool, int, int, int]  # is gated, most tokens, outputs, width
-Choices = dict[Key, Config]
+Way = Config | Tile
+Choices = dict[Key, Way]
 
 
 def key_of(layer: Layer, num_tokens: int) -> Key:
@@ -46,7 +51,7 @@ def key_of(layer: Layer, num_tokens: int) -> Key:
 
 
 def layer_graphs(
-    bench: Bench, layer: Layer, num_tokens: int, configs: Sequence[Config | None]
+    bench: Bench, layer: Layer, num_tokens: int, configs: Sequence[Way | None]
 ) -> tuple[list[torch.cuda.CUDAGraph], int]:
     """Graphs of the configurations, then of the parts and of F.linear alone; launches in each."""
     weights, x, residual = bench.chain(layer, num_tokens)
@@ -61,11 +66,24 @@ def layer_graphs(
     return graphs, len(weights)
 
 
-def candidates(layer: Layer, num_tokens: int) -> list[Config]:
-    """The default first."""
-    some = [c for c in layer.op.CANDIDATES if c.by_tensor_cores or num_tokens <= 8]
-    default = layer.op._config(num_tokens, layer.num_out, layer.width, torch.bfloat16)
-    return [default, *(c for c in some if c != default)]
+def candidates(layer: Layer, num_tokens: int) -> list[Way]:
+    """The defaults first."""
+    made: list[Way] = []
+    if num_tokens <= MAX_TOKENS:
+        made.append(layer.op._config(num_tokens, layer.num_out, layer.width, torch.bfloat16))
+        made += [c for c in layer.op.CANDIDATES if c.by_tensor_cores or num_tokens <= 8]
+    return list(dict.fromkeys([*made, *tiles(layer, num_tokens)]))
+
+
+def tiles(layer: Layer, num_tokens: int) -> list[Way]:
+    """Tiles that a launch can have, the default first."""
+    blocks = wgmma_linear.multiprocessors(torch.cuda.current_device())
+    wanted = [wgmma_linear.default_tile(num_tokens, layer.num_out, layer.is_gated, blocks)]
+    for tile in wgmma_linear.CANDIDATES[min(-(-num_tokens // 64), 4)]:
+        with suppress(ValueError):
+            wgmma_linear.check_tile("", tile, layer.is_gated)
+            wanted.append(tile)
+    return list(dict.fromkeys(wanted))
 
 
 def tune(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
@@ -89,7 +107,7 @@ def tune(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
                     "out": layer.num_out,
                     "width": layer.width,
                     "dtype": "bfloat16",
-                    "config": config._asdict(),
+                    ("tile" if isinstance(config, Tile) else "config"): config._asdict(),
                     "us": us[0],
                     "parts_us": us[1],
                     "library_us": us[2],
@@ -183,17 +201,37 @@ Job = tuple[Layer, int, Config]
 
 
 def jobs(layers: Sequence[Layer], has_candidates: bool) -> list[Job]:
-    """One launch of every kernel variant; the number of a weight's rows makes none."""
+    """One launch of every Triton variant; the number of a weight's rows makes none."""
     found: dict[tuple[Any, ...], Job] = {}
     tuned = [read_choices(path) for path in TUNED.glob("*.json")]
     for layer in layers:
-        for num_tokens in CLASSES:
-            wanted = candidates(layer, num_tokens)[: None if has_candidates else 1]
+        for num_tokens in (c for c in CLASSES if c <= MAX_TOKENS):
+            default = layer.op._config(num_tokens, layer.num_out, layer.width, torch.bfloat16)
+            wanted = [default, *(layer.op.CANDIDATES if has_candidates else ())]
             wanted += [some[key] for some in tuned if (key := key_of(layer, num_tokens)) in some]
             for config in wanted:
-                kind = layer._replace(num_rows=0), token_block(num_tokens, config), config
-                found.setdefault(kind, (layer, num_tokens, config))
+                if isinstance(config, Config) and (config.by_tensor_cores or num_tokens <= 8):
+                    kind = layer._replace(num_rows=0), token_block(num_tokens, config), config
+                    found.setdefault(kind, (layer, num_tokens, config))
     return list(found.values())
+
+
+def make_tiles(bench: Bench, layers: Sequence[Layer], choices: Choices, has_candidates: bool) -> None:
+    """Compile the tiles that will be timed, several at once."""
+    with STORE.recording(is_dry=True) as wanted:
+        for layer in layers:
+            for num_tokens in CLASSES:
+                chosen = choices.get(key_of(layer, num_tokens))
+                some = tiles(layer, num_tokens) if has_candidates else [chosen]
+                weight = bench.weights(layer, 1)[0]
+                x = torch.empty(num_tokens, layer.width, dtype=torch.bfloat16, device="cuda")
+                added = x.new_empty(num_tokens, layer.num_out)
+                for tile in some:
+                    if isinstance(tile, Tile):
+                        ours(layer, x, weight, bench.norm, added, tile)
+    variants = [v for v in wanted.variants.values() if v.module == wgmma_linear.__name__]
+    for binary, cubin in compile_tiles(STORE.missing(variants), 90):
+        STORE.add(binary, cubin)
 
 
 def compile_one(job: Job) -> None:
@@ -228,7 +266,9 @@ def read_choices(path: Path) -> Choices:
     if not path.exists():
         return {}
     return {
-        (c["op"] == "skinny_gated", c["tokens"], c["out"], c["width"]): Config(**c["config"])
+        (c["op"] == "skinny_gated", c["tokens"], c["out"], c["width"]): (
+            Tile(**c["tile"]) if "tile" in c else Config(**c["config"])
+        )
         for c in json.loads(path.read_text())["choices"]
         if c["op"] in ("skinny_linear", "skinny_gated") and c["dtype"] == "bfloat16"
     }
@@ -246,8 +286,12 @@ def write_choices(made: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="1 to 16 each")
-    parser.add_argument("--layer-tokens", type=int, nargs="*", default=[1, 8, 16], help="for single layers")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 192, 256], help="1 to 256 each"
+    )
+    parser.add_argument(
+        "--layer-tokens", type=int, nargs="*", default=[1, 8, 32, 128, 256], help="for single layers"
+    )
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
     layers = list(dict.fromkeys(layer for name in arguments.models for layer in MODELS[name].layers.values()))
@@ -260,6 +304,7 @@ def main() -> None:
             Row.of("gpu_copy_tb_s", [copy_tb_s], "TB/s", None, "none"),
             Row.of("gpu_linears_compile_s", [took], "s", None, f"{len(todo)} variants, in parallel"),
         ]
+        make_tiles(bench, layers, read_choices(tuned_path()), arguments.tune)
         if arguments.tune:
             began = time.perf_counter()
             write_choices(tune(bench, layers))

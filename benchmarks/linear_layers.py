@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ostinato.ops import rms_norm, silu_mul, skinny_gated, skinny_linear
 from ostinato.ops.skinny_rows import Config
+from ostinato.ops.wgmma_linear import Tile
 
 EPS = 1e-5
 CHAIN_BYTES = 600 << 20  # of weights under one graph of a single layer: ten times the L2 of an H200
@@ -64,7 +65,7 @@ MODELS = {
 
 
 def ours(
-    layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, config: Config | None
+    layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, config: Config | Tile | None
 ) -> Tensor:
     scale = norm[: layer.width] if layer.has_norm else None
     if layer.is_gated:
@@ -107,7 +108,7 @@ class Bench:
 
 
 def check(
-    layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, config: Config | None
+    layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, config: Config | Tile | None
 ) -> None:
     """Against the parts in float32; raises RuntimeError."""
     y = ours(layer, x, weight, norm, residual, config).float()

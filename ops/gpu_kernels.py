@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +49,9 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-_PACKED = {"i32": "i", "i64": "q", "fp32": "f"}
+_PACKED = {"i32": "i4x", "i64": "q", "fp32": "f4x", "ptr": "Q", "map": "128s"}  # of 8 bytes but the last
 _CONSTANT, _PLAIN, _SPECIAL = range(3)  # a parameter whose value, size, or size and multiple of 16 decides
 _INTEGERS = (("i32", "i32/16"), ("i64", "i64/16"))
-_SLOT = 8  # bytes of one kernel parameter in our buffer
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 14  # CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a kernel may use without an attribute
@@ -64,7 +64,7 @@ class Binary(Section):
     symbol: str
     threads: int
     shared: int
-    params: tuple[str, ...]  # "ptr", "i32", "i64" or "fp32", in the order of the launch
+    params: tuple[str, ...]  # "ptr", "i32", "i64", "fp32" or "map", in the order of the launch
     launch_pdl: bool
     offset: int
     size: int
@@ -230,9 +230,9 @@ class GpuKernel:
         ]  # an annotation may be a string
         self._defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         self._plain = frozenset(plain)
-        self._launchers: dict[tuple[Any, ...], _Launcher] = {}  # of all GPUs of the process
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}  # of all GPUs of the process
         self._forms: dict[tuple[Any, ...], _Form] = {}  # by number of positions and names of keywords
-        self._known: dict[tuple[Any, ...], _Launcher] = {}  # `_launchers` by cheaper keys
+        self._known: dict[tuple[Any, ...], Launcher] = {}  # `_launchers` by cheaper keys
 
     def launch(self, grid: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Launch on the current stream; `args` fill the parameters from the left."""
@@ -270,6 +270,7 @@ class GpuKernel:
         launcher = self._known.get(known)
         if launcher is None:
             launcher = self._known[known] = self._launcher(device, args, kwargs)
+        ready += (0, 0)  # Triton's two pointers to scratch memory, unused
         launcher(grid, ready)
 
     def _form(self, count: int, kwargs: Mapping[str, Any]) -> _Form:
@@ -283,7 +284,7 @@ class GpuKernel:
         )
         return _Form(names, rules, late, fixed)
 
-    def _launcher(self, device: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Launcher:
+    def _launcher(self, device: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Launcher:
         """The variant for these arguments, found by what they are and not by how they were given."""
         kinds, options = self._what_decides(args, kwargs)
         launcher = self._launchers.get((device, kinds, options))
@@ -292,7 +293,7 @@ class GpuKernel:
             binary, cubin = STORE.get(
                 variant.key, lambda: compile_variant(self._made(), variant, capability_here())
             )
-            launcher = self._launchers[device, kinds, options] = _Launcher(binary, cubin, device)
+            launcher = self._launchers[device, kinds, options] = Launcher(binary, cubin, device)
         return launcher
 
     def _what_decides(
@@ -419,7 +420,7 @@ def _launch_kernel_ex() -> Any:
     return function
 
 
-class _Launcher:
+class Launcher:
     """A function loaded on a GPU, with its parameter buffer: packs arguments and calls the driver."""
 
     def __init__(self, binary: Binary, cubin: bytes, device: int) -> None:
@@ -435,13 +436,14 @@ class _Launcher:
         if binary.shared > _SHARED_WITHOUT_ASKING:
             most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _done(driver.cuFuncSetAttribute(self._function, most, binary.shared), "cuFuncSetAttribute")
-        self._values = ctypes.create_string_buffer(_SLOT * len(binary.params))
+        codes = [_PACKED[kind] for kind in binary.params]
+        sizes = [struct.calcsize(f"<{code}") for code in codes]
+        self._values = ctypes.create_string_buffer(sum(sizes))
         at = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * len(binary.params))(
-            *(at + _SLOT * index for index in range(len(binary.params)))
+        self._pointers = (ctypes.c_void_p * len(codes))(
+            *(at + end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
         )
-        codes = [_PACKED.get(kind, "Q") for kind in binary.params]
-        self._pack = struct.Struct("<" + "".join(c if c in "qQ" else f"{c}4x" for c in codes)).pack_into
+        self._pack = struct.Struct("<" + "".join(codes)).pack_into
         self._attributes = (_Attribute * 2)(
             _Attribute(_CARVEOUT, 0, self._carveout), _Attribute(_PROGRAMMATIC, 0, 1)
         )
@@ -460,9 +462,9 @@ class _Launcher:
         self._stream = -1  # none
 
     def __call__(self, grid: Sequence[int], ready: Sequence[Any]) -> None:
-        """`ready`: integers, floats and addresses, in the order of the parameters."""
+        """`ready`: integers, floats, addresses and maps (bytes), in the order of the parameters."""
         with self._lock:  # another engine of this process may launch the same variant
-            self._pack(self._values, 0, *ready, 0, 0)
+            self._pack(self._values, 0, *ready)
             config = self._config
             if grid != self._grid:
                 config.gridDimX = grid[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import EngineError
-from ostinato.ops.gpu_kernels import STORE, GpuKernel, capability
+from ostinato.ops.gpu_kernels import STORE, Binary, GpuKernel, Variant, capability, compile_variant
 
 __all__ = [
     "KERNEL_FLOATS",
@@ -86,6 +86,10 @@ class _Kernel:
                 symbol = f"{self.fn.__module__.rpartition('.')[2]}{self.fn.__name__}"  # for profilers
                 self._made = triton.jit(body, repr=lambda _: symbol, **self._options)
             return self._made
+
+    def compile(self, variant: Variant, capability: int) -> tuple[Binary, bytes]:
+        """Machine code of a variant; needs no GPU."""
+        return compile_variant(self.made(), variant, capability)
 
     def _modules(self) -> Iterator[str]:
         yield self.fn.__module__

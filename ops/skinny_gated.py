@@ -4,9 +4,10 @@ Shapes: x [..., K] (T tokens, any strides), weight [2F, K] with dense rows, thos
 norm_weight [K]; y [..., F] is contiguous.  norm is rms_norm over K with `eps`, `offset` and `round_first` and
 may be missing; act is "silu" or "gelu_tanh".
 Types: fp16, bf16, fp32 (reference also fp64), one for all but norm_weight, which may be float32.
-Rounding: the reference rounds where rms_norm, F.linear and silu_mul or gelu_tanh_mul do.  The kernel, for 1
-to 16 tokens, computes in float32 and rounds once, at the end; on tensor cores x * (norm_weight + offset) is
-rounded too.  More tokens go through the parts.
+Rounding: the reference rounds where rms_norm, F.linear and silu_mul or gelu_tanh_mul do.  The kernel here,
+for 1 to 16 tokens, computes in float32 and rounds once, at the end; its tensor cores get a rounded
+x * (norm_weight + offset).  Tiles (wgmma_linear, up to 256 tokens) take a rounded norm and round once more,
+at the end.  More tokens go through the parts.  `skinny_ways` chooses.
 Tokens of one launch do not depend on each other, and sums have one order: results are deterministic.
 """
 
@@ -14,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.ops import gelu_tanh_mul, rms_norm, silu_mul, tuning
+from ostinato.ops import gelu_tanh_mul, rms_norm, silu_mul, tuning, wgmma_linear
 from ostinato.ops.check import FLOATS, check_scale_type, check_shapes, check_types
 from ostinato.ops.launch import KERNEL_FLOATS, as_rows, has_pdl, jit, on_device, tl
 from ostinato.ops.skinny_rows import (
-    MAX_TOKENS,
     Config,
     check_config,
     check_dense_rows,
@@ -28,6 +28,8 @@ from ostinato.ops.skinny_rows import (
     sums_of_rows,
     token_block,
 )
+from ostinato.ops.skinny_ways import Way, chosen_way
+from ostinato.ops.wgmma_linear import Tile
 
 PRODUCTS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}  # activation: the op of gate and up
 # What the tuner tries; an output is two rows of weights. See skinny_linear on what decides.
@@ -190,10 +192,10 @@ def launch(
     round_first: bool = False,
     activation: str = "silu",
     *,
-    config: Config | None = None,
+    config: Config | Tile | None = None,
     choices: tuning.Choices | None = None,
 ) -> Tensor:
-    """The op on a GPU; `config` overrides the choice for up to 16 tokens, `choices` the GPU's table."""
+    """The op on a GPU; `config` overrides the choice of a way, `choices` the GPU's table."""
     _check(x, weight_GK, norm_weight_K, activation)
     check_types("skinny_gated", KERNEL_FLOATS, x=x)
     check_dense_rows("skinny_gated", weight_GK)
@@ -203,20 +205,20 @@ def launch(
     if out.numel() == 0:
         return out
     num_tokens = out.numel() // num_out
-    measured = None
-    if config is None:
-        measured = tuning.choice("skinny_gated", num_tokens, num_out, width, x.dtype, choices)
-    if num_tokens > MAX_TOKENS or width == 0 or measured == tuning.BY_PARTS:
-        if norm_weight_K is not None:
-            x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)
+    way: Way = config
+    if config is None and width:
+        way = chosen_way("skinny_gated", as_rows(x), weight_GK, activation, choices, _config)
+    if norm_weight_K is not None and not isinstance(way, Config):
+        x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)
+    if way is None:
         return PRODUCTS[activation].OP(*F.linear(x, weight_GK).chunk(2, -1))
-    if config is None:
-        config = (
-            Config(**measured.config)
-            if measured and measured.config
-            else _config(num_tokens, num_out, width, x.dtype)
-        )
-    check_config("skinny_gated", config, x.dtype)
+    if isinstance(way, Tile):
+        with on_device(x):
+            flat = out.view(num_tokens, num_out)
+            wgmma_linear.launch(as_rows(x), weight_GK, flat, way, activation=activation)
+        return out
+    config = way
+    check_config("skinny_gated", config, x.dtype, num_tokens)
     rows, pdl = as_rows(x), has_pdl(x)
     with on_device(x):
         _kernel[grid(num_tokens, num_out, config)](

@@ -4,9 +4,10 @@ Shapes: x [..., K] (T tokens, any strides), weight [N, K] with dense rows, bias 
 residual [..., N]; the output is contiguous.  norm is rms_norm over K with `eps`, `offset` and `round_first`;
 norm_weight, bias and residual may each be missing.
 Types: fp16, bf16, fp32 (reference also fp64), one for all but norm_weight, which may be float32.
-Rounding: the reference rounds where rms_norm, F.linear and an addition do.  The kernel, for 1 to 16 tokens,
-sums in float32 and rounds once, at the end; on tensor cores x * (norm_weight + offset) is rounded too.  More
-tokens go through the parts.
+Rounding: the reference rounds where rms_norm, F.linear and an addition do.  The kernel here, for 1 to 16
+tokens, sums in float32 and rounds once, at the end; its tensor cores get a rounded
+x * (norm_weight + offset).  Tiles (wgmma_linear, up to 256 tokens) take a rounded norm and round once more, at the end.  More tokens go
+through the parts.  `skinny_ways` chooses.
 Tokens of one launch do not depend on each other, and sums have one order: results are deterministic.
 """
 
@@ -14,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.ops import rms_norm, tuning
+from ostinato.ops import rms_norm, tuning, wgmma_linear
 from ostinato.ops.check import FLOATS, check_scale_type, check_shapes, check_types
 from ostinato.ops.launch import KERNEL_FLOATS, as_rows, has_pdl, jit, on_device, tl
 from ostinato.ops.skinny_rows import (
-    MAX_TOKENS,
     Config,
     check_config,
     check_dense_rows,
@@ -28,6 +28,8 @@ from ostinato.ops.skinny_rows import (
     sums_of_rows,
     token_block,
 )
+from ostinato.ops.skinny_ways import Way, chosen_way
+from ostinato.ops.wgmma_linear import Tile
 
 # What the tuner tries. Weights in flight decide: 4.4 TB/s times a delay near 0.8 us is 27 KiB on each of the
 # H200's 132 multiprocessors, and these have 50 to 220 KiB. On sm_90 each compiles without spills.
@@ -256,10 +258,10 @@ def launch(
     round_first: bool = False,
     residual: Tensor | None = None,
     *,
-    config: Config | None = None,
+    config: Config | Tile | None = None,
     choices: tuning.Choices | None = None,
 ) -> Tensor:
-    """The op on a GPU; `config` overrides the choice for up to 16 tokens, `choices` the GPU's table."""
+    """The op on a GPU; `config` overrides the choice of a way, `choices` the GPU's table."""
     _check(x, weight_NK, bias_N, norm_weight_K, residual)
     check_types("skinny_linear", KERNEL_FLOATS, x=x)
     check_dense_rows("skinny_linear", weight_NK)
@@ -268,21 +270,27 @@ def launch(
     if out.numel() == 0:
         return out
     num_tokens = out.numel() // num_out
-    measured = None
-    if config is None:
-        measured = tuning.choice("skinny_linear", num_tokens, num_out, width, x.dtype, choices)
-    if num_tokens > MAX_TOKENS or width == 0 or measured == tuning.BY_PARTS:
-        if norm_weight_K is not None:
-            x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)
+    way: Way = config
+    if config is None and width:
+        way = chosen_way("skinny_linear", as_rows(x), weight_NK, "", choices, _config)
+    if norm_weight_K is not None and not isinstance(way, Config):
+        x = rms_norm.OP(x, norm_weight_K, eps, offset, round_first)
+    if way is None:
         y = F.linear(x, weight_NK, bias_N)
         return y if residual is None else y + residual
-    if config is None:
-        config = (
-            Config(**measured.config)
-            if measured and measured.config
-            else _config(num_tokens, num_out, width, x.dtype)
-        )
-    check_config("skinny_linear", config, x.dtype)
+    if isinstance(way, Tile):
+        with on_device(x):
+            wgmma_linear.launch(
+                as_rows(x),
+                weight_NK,
+                out.view(num_tokens, num_out),
+                way,
+                bias_N=bias_N,
+                residual_TN=None if residual is None else as_rows(residual),
+            )
+        return out
+    config = way
+    check_config("skinny_linear", config, x.dtype, num_tokens)
     rows = as_rows(x)
     norm, pdl = norm_stage(norm_weight_K, x, config), has_pdl(x)
     parts = out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.ops.launch import ceil_to_power_of_2, jit, tl
 
-MAX_TOKENS = 16  # above, a matrix product of the library is as good, and the parts are called
+MAX_TOKENS = 16  # of these kernels
 
 
 # Where the norm happens in a kernel: nowhere; its quotient after the sums; before them, in a pass of its own.
@@ -35,7 +35,9 @@ class Config(NamedTuple):
     prefetch: int = 0  # columns brought into L2 before the wait for x
 
 
-def check_config(op: str, config: Config, dtype: torch.dtype) -> None:
+def check_config(op: str, config: Config, dtype: torch.dtype, num_tokens: int) -> None:
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"{op}: {config} for {num_tokens} tokens; it takes up to {MAX_TOKENS}")
     if config.by_tensor_cores and dtype == torch.float32:
         raise ValueError(f"{op}: {config} for float32, which tensor cores would round; use multiply-adds")
     if config.split > 1 and not config.by_tensor_cores:

@@ -21,7 +21,17 @@ from ostinato.errors import ArtifactError
 FOLDER = Path(__file__).parent / "tuned"
 FILE = "tuning.json"
 OPS = ("skinny_linear", "skinny_gated")  # those with choices
-CLASSES = (1, 4, 8, 16)  # numbers of tokens that are measured; one between is served by the next
+CLASSES = (
+    1,
+    4,
+    8,
+    16,
+    32,
+    64,
+    128,
+    192,
+    256,
+)  # numbers of tokens that are measured; one between is served by the next
 
 
 class Shape(NamedTuple):
@@ -35,12 +45,13 @@ class Shape(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was fastest: a kernel's configuration, or None for the parts through the library."""
+    """What was fastest: a Triton kernel's configuration, a CUDA kernel's tile, or neither: the parts."""
 
-    config: dict[str, Any] | None
+    config: dict[str, Any] | None = None
+    tile: dict[str, Any] | None = None
 
 
-BY_PARTS = Choice(None)
+BY_PARTS = Choice()
 Choices = Mapping[Shape, Choice]
 
 
@@ -87,5 +98,6 @@ def _choices(raw: dict[str, Any]) -> dict[Shape, Choice]:
     found: dict[Shape, Choice] = {}
     for row in raw["choices"]:
         shape = Shape(row["op"], row["tokens"], row["out"], row["width"], row["dtype"])
-        found[shape] = Choice(row["config"] if row["us"] <= row["parts_us"] else None)
+        is_faster = row["us"] <= row["parts_us"]
+        found[shape] = Choice(row.get("config"), row.get("tile")) if is_faster else BY_PARTS
     return found

@@ -1,6 +1,7 @@
 """The passes in order, and one run of them all; then the passes of the decode plan, on a copy of the result.
 
-The decode plan is the program for steps of 1 to 16 tokens on a GPU, where reading the weights decides.
+The decode plan is the program for steps of up to 16 tokens on a GPU, 256 on Hopper, where reading the weights
+decides.
 
 What a name counts (`expected` of `run` uses the same words):
   remove_noops       nodes dropped or respelled; runs again where a pass leaves views behind

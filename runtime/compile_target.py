@@ -1,8 +1,8 @@
 """What a compile does for one kind of device: programs, kernels, and a model to prove.
 
 A CPU has one program and kernels built by the system's compiler while the model is traced. A GPU has two
-programs, the one for up to 16 tokens with kernels of its own; its kernels are compiled by running a step of
-each class of shapes, on the weights, when they are packed.
+programs, the one for few tokens (16, on Hopper 256) with kernels of its own; its kernels are compiled by
+running a step of each class of shapes, on the weights, when they are packed.
 """
 
 from __future__ import annotations

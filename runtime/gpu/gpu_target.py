@@ -21,6 +21,7 @@ from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops import tuning
 from ostinato.ops.gpu_kernels import STORE, capability
+from ostinato.ops.skinny_ways import most_tokens
 from ostinato.passes import pipeline
 from ostinato.passes.base import PassReport
 from ostinato.runtime.artifact import WEIGHTS, PlanRecord, Target, this_target
@@ -35,7 +36,6 @@ from ostinato.runtime.program import Bound
 log = logging.getLogger(__name__)
 
 DECODE = "decode.json"
-DECODE_TOKENS = 16  # steps of up to so many tokens have a program of their own
 
 
 class GpuTarget:
@@ -51,9 +51,10 @@ class GpuTarget:
         _check_kernels(fused)
         few = deepcopy(fused)
         more = pipeline.run_decode_plan(few, config.passes, reports)
+        last = most_tokens(capability(self.device.index or 0))
         return [
-            Plan(PlanRecord(first=1, last=DECODE_TOKENS, program=DECODE), few, more),
-            Plan(PlanRecord(first=DECODE_TOKENS + 1, last=MAX_STEP_TOKENS, program=ANY), fused, ()),
+            Plan(PlanRecord(first=1, last=last, program=DECODE), few, more),
+            Plan(PlanRecord(first=last + 1, last=MAX_STEP_TOKENS, program=ANY), fused, ()),
         ]
 
     def make_kernels(self, plans: Sequence[PlanRecord], config: EngineConfig, facts: ModelFacts) -> float:

@@ -1,7 +1,8 @@
 """Kernel variants compiled by several processes at once: `python -m ostinato.runtime.gpu.kernel_workers`.
 
-Triton compiles a variant on one core in about half a second, and a model has a hundred. A worker reads one
-request a line from its input and writes one answer a line, as JSON; it ends with its input. It needs no GPU.
+Triton and NVRTC compile a variant on one core in about half a second, and a model has a hundred. A worker
+reads one request a line from its input and writes one answer a line, as JSON; it ends with its input. It
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from importlib import import_module
 from typing import IO, Any
 
 from ostinato.errors import CompileError
-from ostinato.ops.gpu_kernels import Binary, Variant, compile_variant
-from ostinato.ops.launch import triton_function
+from ostinato.ops.gpu_kernels import Binary, Variant
 
 MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
 
@@ -30,7 +30,7 @@ MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
 def compile_all(
     variants: Sequence[Variant], capability: int, *, workers: int = 0
 ) -> Iterator[tuple[Binary, bytes]]:
-    """What `compile_variant` gives for each, in any order. `workers`: 0: as many as there are cores.
+    """What each kernel's `compile` gives, in any order. `workers`: 0: as many as there are cores.
 
     Raises CompileError, with what the worker said, for a variant that cannot be compiled.
     """
@@ -105,8 +105,7 @@ def _answer(request: list[Any]) -> dict[str, Any]:
     variant = Variant(
         key, module, function, tuple(names), tuple((kind, value) for kind, value in kinds), tuple(options)
     )
-    kernel = triton_function(getattr(import_module(module), function))
-    binary, cubin = compile_variant(kernel, variant, capability)
+    binary, cubin = getattr(import_module(module), function).compile(variant, capability)
     return {"binary": binary.model_dump(mode="json"), "cubin": base64.b64encode(cubin).decode()}
 
 

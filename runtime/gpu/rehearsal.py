@@ -2,8 +2,9 @@
 
 Which variant a launch needs follows from the model and three numbers of the step's shape, each of which falls
 into few classes; a shape of each class is rehearsed.  A test compares with all shapes of many models.
-- T tokens. A skinny product has kernels for 1, 2, 4, 8 and 16 tokens (`token_block`, `tuning.CLASSES`). A
-  lone row may have another stride than rows of which there are several. More than 16 tokens are one class.
+- T tokens. A skinny product has kernels for 1, 2, 4, 8 and 16 tokens (`token_block`), and on Hopper tiles for
+  each class up to 256 (`tuning.CLASSES`). A lone row may have another stride than rows of which there are
+  several. More tokens are one class.
 - R rows of logits, for the head and the sampler: as T.
 - S sequences, for attention: as many as tokens, one, or several with more tokens.
 Sizes of grids, integers in `do_not_specialize` and table widths make no variant.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
-from ostinato.ops.skinny_rows import MAX_TOKENS
+from ostinato.ops import tuning
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.gpu.gpu_backend import GpuBackend
@@ -27,7 +28,7 @@ from ostinato.runtime.program import Bound
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.sleeping_weights import FixedWeights
 
-SIZES = (1, 2, 4, 8, MAX_TOKENS, 32, 512)  # of tokens and of rows; the last is for the sampler's config
+SIZES = (1, 2, *tuning.CLASSES[1:], 512)  # of tokens and of rows; more than the last class are one
 
 
 def rehearsal_shapes() -> list[StepShape]:

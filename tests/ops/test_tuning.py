@@ -9,6 +9,7 @@ import torch
 from ostinato.errors import ArtifactError
 from ostinato.ops import skinny_gated, skinny_linear, tuning
 from ostinato.ops.skinny_rows import Config, check_config
+from ostinato.ops.wgmma_linear import Tile, check_tile
 
 CONFIG = {"by_tensor_cores": False, "rows": 2, "block_k": 1024, "num_warps": 4, "num_stages": 1}
 
@@ -43,6 +44,7 @@ def test_tokens_between_two_classes_are_served_by_the_next(choices: tuning.Choic
         ("skinny_linear", 1, 65, 32, torch.bfloat16),
         ("skinny_linear", 1, 64, 32, torch.float32),
         ("skinny_linear", 17, 64, 32, torch.bfloat16),
+        ("skinny_linear", 257, 64, 32, torch.bfloat16),
     ],
 )
 def test_a_shape_that_nobody_measured_has_no_choice(
@@ -65,7 +67,11 @@ def test_every_choice_of_a_shipped_table_is_a_configuration_that_its_op_takes(pa
     for choice in json.loads(path.read_text())["choices"]:
         assert choice["op"] in tuning.OPS
         assert choice["tokens"] in tuning.CLASSES
-        check_config(choice["op"], Config(**choice["config"]), getattr(torch, choice["dtype"]))
+        dtype = getattr(torch, choice["dtype"])
+        if "tile" in choice:
+            check_tile(choice["op"], Tile(**choice["tile"]), choice["op"] == "skinny_gated")
+        else:
+            check_config(choice["op"], Config(**choice["config"]), dtype, choice["tokens"])
     assert {skinny_linear.__name__.rpartition(".")[2], skinny_gated.__name__.rpartition(".")[2]} == set(
         tuning.OPS
     )

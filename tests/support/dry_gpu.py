@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ostinato.graph.capture import CapturedGraph
-from ostinato.ops import all_ops, gpu_kernels, tuning
+from ostinato.ops import all_ops, cuda_source, gpu_kernels, tuning, wgmma_linear
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.passes import pipeline
 from ostinato.runtime.compile_target import Plan
 from ostinato.runtime.config import EngineConfig, KVConfig, SchedulerConfig
-from ostinato.runtime.gpu import rehearsal
+from ostinato.runtime.gpu import gpu_target, rehearsal
 from ostinato.runtime.gpu.gpu_model import launchers
 from ostinato.runtime.gpu.gpu_target import GpuTarget
 from ostinato.runtime.program import Bound, bind, lower
@@ -33,7 +33,8 @@ class DryGpu:
     def __init__(self, captured: CapturedGraph, choices: tuning.Choices) -> None:
         config = EngineConfig(kv=KVConfig(block_tokens=4), scheduler=SchedulerConfig(max_waiting=8))
         reports = pipeline.run(captured.graph_module, config.passes, captured.facts.expected_matches)
-        plans = GpuTarget(Path(), CPU).plans(captured.graph_module, config, reports)
+        with patch.object(gpu_target, "capability", lambda _: 90):
+            plans = GpuTarget(Path(), CPU).plans(captured.graph_module, config, reports)
         with _without_gpu():
             run = _by_tokens(plans, choices)
             self.backend = rehearsal.rehearsing_backend(run, captured.facts, config, CPU)
@@ -85,11 +86,19 @@ def _without_gpu() -> Iterator[None]:
         "current_stream": lambda _: nothing,
         "graph_pool_handle": lambda: None,
     }
+    hopper = {
+        "is_hopper": lambda _: True,
+        "multiprocessors": lambda _: 132,
+        "matrix_map": lambda *_: b"",
+    }
     ops = [module for module in vars(all_ops).values() if hasattr(module, "_launch")]
     with (
         patch.object(torch, "zeros", unpinned),
         patch.multiple(torch.cuda, **cuda),
         patch.object(gpu_kernels, "capability_here", lambda: 90),
+        patch.object(cuda_source, "capability", lambda _: 90),
+        patch.object(torch._C, "_cuda_getDevice", lambda: 0, create=True),
+        patch.multiple(wgmma_linear, **hopper),
     ):
         before = [module.OP for module in ops]
         for module in ops:

@@ -29,11 +29,15 @@ def test_a_mixture_of_experts_is_refused_by_name_with_the_remedy() -> None:
         GpuTarget(Path(), CPU).plans(captured.graph_module, CONFIG, reports)
 
 
-def test_few_tokens_have_a_program_of_their_own() -> None:
+@pytest.mark.parametrize(("capability", "last"), [(80, 16), (90, 256), (100, 16)])
+def test_few_tokens_have_a_program_of_their_own(
+    capability: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_target, "capability", lambda _: capability)
     captured = capture_tiny(tiny_config("llama"))[1]
     reports = pipeline.run(captured.graph_module, CONFIG.passes, captured.facts.expected_matches)
     few, more = GpuTarget(Path(), CPU).plans(captured.graph_module, CONFIG, reports)
-    assert (few.record.first, few.record.last, more.record.first) == (1, 16, 17)
+    assert (few.record.first, few.record.last, more.record.first) == (1, last, last + 1)
     assert ops(few.graph_module)["rope_attention"] == ops(more.graph_module)["paged_attention"] == 2
     assert "skinny_linear" not in ops(more.graph_module)
 

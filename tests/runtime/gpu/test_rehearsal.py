@@ -8,14 +8,15 @@ import torch
 
 from ostinato.ops import tuning
 from ostinato.ops.skinny_rows import Config
+from ostinato.ops.wgmma_linear import Tile
 from ostinato.runtime.gpu.rehearsal import rehearsal_shapes
 from ostinato.runtime.runner import StepShape
 from tests.support.captured import capture_tiny
 from tests.support.dry_gpu import DryGpu
 from tests.support.tiny_models import tiny_config
 
-FEW = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33)
-MANY = (64, 255, 257, 700)
+FEW = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 65)
+MANY = (64, 129, 200, 255, 257, 700)
 
 
 def shapes_of_a_server() -> set[StepShape]:
@@ -43,6 +44,10 @@ class Measured(dict[tuning.Shape, tuning.Choice]):
             8: Config(True, 16, 256, 4, 4),
             16: Config(True, 16, 128, 4, 4, split=2 if shape.op == "skinny_linear" else 1),
         }
+        if shape.tokens > 16:
+            rows = {32: Tile(64, 1, 2), 64: Tile(32), 128: Tile(48, 2), 192: None, 256: Tile(32, 2, 1, 2)}
+            tile = rows[shape.tokens]
+            return tuning.Choice(tile=tile and tile._asdict())
         config = by_class[shape.tokens]
         return tuning.Choice(config and config._asdict())
 

@@ -1,0 +1,257 @@
+"""Tiles: what a launch is made of, anywhere; the kernel itself on a Hopper GPU; its compilation by NVRTC."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.errors import EngineError
+from ostinato.ops import cuda_source, skinny_gated, skinny_linear, wgmma_linear
+from ostinato.ops.cuda_source import MAX_SHARED, Matrix, can_map
+from ostinato.ops.gpu_kernels import Variant
+from ostinato.ops.skinny_gated import skinny_gated_reference
+from ostinato.ops.skinny_linear import skinny_linear_reference
+from ostinato.ops.wgmma_linear import CANDIDATES, Tile, check_tile, default_tile
+from tests.support.budget import assert_within_budget
+
+SIZES = (1, 7, 8, 9, 33, 64, 65, 128, 129, 192, 200, 256)
+
+
+class Launched:
+    """Stands for the kernel; keeps what it is launched with."""
+
+    def launch(
+        self, grid: int, args: Sequence[Any], constants: Mapping[str, int], *, threads: int, shared: int
+    ) -> None:
+        self.grid, self.args, self.constants = grid, args, dict(constants)
+        self.threads, self.shared = threads, shared
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    made = Launched()
+    monkeypatch.setattr(wgmma_linear, "KERNEL", made)
+    monkeypatch.setattr(wgmma_linear, "matrix_map", lambda matrix, box_rows: (matrix, box_rows))
+    monkeypatch.setattr(wgmma_linear, "multiprocessors", lambda _: 132)
+    return made
+
+
+def virtual(rows: int, columns: int) -> Tensor:
+    return torch.empty(1, 1, dtype=torch.bfloat16).expand(rows, columns)
+
+
+def all_tiles(num_tokens: int, num_outputs: int, is_gated: bool) -> list[Tile]:
+    some = [*CANDIDATES[min(-(-num_tokens // 64), 4)], default_tile(num_tokens, num_outputs, is_gated, 132)]
+    return [tile for tile in some if not is_gated or tile.rows // 2 % (8 * tile.split) == 0]
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_every_tile_covers_all_outputs_and_fits_a_multiprocessor(launched: Launched, is_gated: bool) -> None:
+    activation = "silu" if is_gated else ""
+    for num_outputs, width in ((6144, 4096), (4096, 14336), (576, 64), (128256, 4096), (8, 8)):
+        weight = virtual(num_outputs * (2 if is_gated else 1), width)
+        for num_tokens in SIZES:
+            for tile in all_tiles(num_tokens, num_outputs, is_gated):
+                out = virtual(num_tokens, num_outputs)
+                wgmma_linear.launch(virtual(num_tokens, width), weight, out, tile, activation=activation)
+                c = launched.constants
+                cluster = c["SPLIT"] * c["SHARE"]
+                num_steps, token_tiles, tiles = launched.args[-3:]
+                outputs = c["BN"] // 2 if is_gated else c["BN"]
+                assert (tiles - 1) * outputs < num_outputs <= tiles * outputs
+                assert (token_tiles - 1) * 64 * c["WGS"] < num_tokens <= token_tiles * 64 * c["WGS"]
+                assert num_tokens <= c["ROWS"] or c["ROWS"] == 64 * c["WGS"]
+                assert (num_steps - 1) * 64 < width <= num_steps * 64
+                assert launched.grid % cluster == 0
+                assert 0 < launched.grid <= -(-token_tiles // c["SHARE"]) * tiles * cluster
+                if c["SPLIT"] == 1:
+                    assert launched.grid <= 132
+                else:  # a block has one tile, whose sums take the place of the ring
+                    assert launched.grid == -(-token_tiles // c["SHARE"]) * tiles * cluster
+                    ring = c["STAGES"] * (c["ROWS"] + c["BN"]) * 128 + c["SPARE"]
+                    assert ring >= c["WGS"] * 64 * c["BN"] * 4
+                assert c["STAGES"] >= 2
+                assert launched.shared <= MAX_SHARED
+                assert launched.threads == c["WGS"] * 128 + 32
+                (_, token_box), (_, weight_box) = launched.args[:2]
+                loads = 2 if is_gated or c["SHARE"] == 2 else 1
+                assert (token_box, weight_box * loads) == (c["ROWS"], c["BN"])
+
+
+def test_the_last_multiplication_reads_nothing_behind_shared_memory(launched: Launched) -> None:
+    for rows in (8, 16, 32, 48, 64):
+        wgmma_linear.launch(virtual(3, 64), virtual(640, 64), virtual(3, 640), Tile(rows))
+        c = launched.constants
+        stage = (c["ROWS"] + c["BN"]) * 128
+        assert (c["STAGES"] - 1) * stage + 64 * 128 <= launched.shared
+
+
+def test_what_decides_a_variant_is_one_thing_for_each_class_of_tokens(launched: Launched) -> None:
+    tile = Tile(64, 2, 1, 2)
+    seen: dict[int, set[tuple[int, ...]]] = {}
+    for num_tokens in range(1, 257):
+        wgmma_linear.launch(virtual(num_tokens, 64), virtual(640, 64), virtual(num_tokens, 640), tile)
+        size = next(c for c in (8, 16, 32, 64, 128, 256) if c >= num_tokens)
+        seen.setdefault(size, set()).add(tuple(launched.constants.values()))
+    assert [len(variants) for variants in seen.values()] == [1] * 6
+    assert len(set.union(*seen.values())) == 6
+
+
+@pytest.mark.parametrize(
+    ("tile", "is_gated", "said"),
+    [
+        (Tile(12), False, "rows"),
+        (Tile(264), False, "rows"),
+        (Tile(24), True, "rows"),
+        (Tile(24, share=2), False, "rows"),
+        (Tile(64, 5), False, "groups"),
+        (Tile(64, split=3), False, "split"),
+        (Tile(24, split=2), False, "split"),
+        (Tile(112, split=2), True, "split"),
+        (Tile(64, share=4), False, "share"),
+        (Tile(200, 3), False, "rows and groups"),
+    ],
+)
+def test_a_tile_that_no_launch_can_have_is_refused_and_named(tile: Tile, is_gated: bool, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"the_op: Tile\(.*\) cannot be launched.*: .*{said}"):
+        check_tile("the_op", tile, is_gated)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_the_default_can_be_launched_for_any_size(is_gated: bool) -> None:
+    for num_outputs in (8, 16, 40, 576, 1536, 4096, 14336, 128256, 262144):
+        for num_tokens in SIZES:
+            check_tile("any", default_tile(num_tokens, num_outputs, is_gated, 132), is_gated)
+
+
+def test_what_the_copy_engine_cannot_read_is_known() -> None:
+    right = Matrix(1 << 20, 4, 64, 64, torch.bfloat16)
+    assert can_map(right)
+    for change in (
+        {"address": (1 << 20) + 8},
+        {"stride": 68},
+        {"rows": 0},
+        {"columns": 0},
+        {"dtype": torch.float32},
+    ):
+        assert not can_map(right._replace(**change)), change
+
+
+def test_odd_rows_beside_the_product_are_read_from_a_copy(launched: Launched) -> None:
+    residual = torch.zeros(4, 17, dtype=torch.bfloat16)[:, 1:]
+    x, weight, out = virtual(4, 64), virtual(16, 64), virtual(4, 16)
+    wgmma_linear.launch(x, weight, out, Tile(16), bias_N=residual[0], residual_TN=residual)
+    bias, added, _, _, stride = launched.args[3:8]
+    assert bias % 4 == added % 4 == 0
+    assert stride == 16
+    assert added != residual.data_ptr()
+
+
+@pytest.fixture
+def _nvrtc() -> None:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:  # an import, or a library that is not there: the same
+        pytest.skip(f"NVRTC is not installed: {error}")
+
+
+@pytest.mark.usefixtures("_nvrtc")
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_kind_of_tile_compiles_for_hopper_without_spilling(launched: Launched, half: int) -> None:
+    kernel = wgmma_linear.CudaKernel(
+        wgmma_linear.Path(wgmma_linear.__file__).with_suffix(".cu"),
+        "wgmma_linear",
+        ("ptr",),
+        wgmma_linear.header,
+        module="",
+        name="",
+    )
+    for activation, tile in (("", Tile(96, 1, 2)), ("silu", Tile(192, 3)), ("gelu_tanh", Tile(64, 2, 2, 2))):
+        weight, out = virtual(4096, 512), virtual(250, 4096 // (2 if activation else 1))
+        wgmma_linear.launch(virtual(250, 512), weight, out, tile, activation=activation)
+        constants = {**launched.constants, "HALF": half}
+        kinds = tuple(("const", value) for value in constants.values())
+        variant = Variant("key", "", "", tuple(constants), kinds, (launched.threads, launched.shared))
+        binary, cubin = kernel.compile(variant, 90)
+        assert (binary.symbol, binary.threads, binary.launch_pdl) == ("wgmma_linear", launched.threads, True)
+        assert cubin.startswith(b"\x7fELF")
+        assert b"wgmma_linear" in cubin
+
+
+@pytest.mark.usefixtures("_nvrtc")
+def test_a_source_that_does_not_compile_is_an_error_with_the_line() -> None:
+    with pytest.raises(EngineError, match=re.compile(r"NVRTC: .*kernel\.cu\(1\): error: .*undefined", re.S)):
+        cuda_source.compiled("int a = nowhere;", ("none.h", ""), [], 90)
+
+
+def made(num_tokens: int, num_rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, weight, bias, norm weight, residual."""
+    torch.manual_seed(num_tokens + num_rows)
+    x, weight = torch.randn(num_tokens, width) * 2, torch.randn(num_rows, width) / width**0.5
+    parts = [x, weight, torch.randn(num_rows), torch.rand(width) + 0.5, torch.randn(num_tokens, num_rows)]
+    return [part.to("cuda", dtype) for part in parts]
+
+
+def wide(args: Sequence[Any]) -> list[Any]:
+    return [arg.double() if isinstance(arg, Tensor) else arg for arg in args]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_layers_match_float64_within_the_budget(dtype: torch.dtype) -> None:
+    for num_tokens in SIZES:
+        for num_rows, width in ((6144, 4096), (1000, 584), (64, 64)):
+            x, weight, bias, norm, residual = made(num_tokens, num_rows, width, dtype)
+            for added in ((bias, norm, residual), (None, None, residual), (None, None, None)):
+                args = (x, weight, added[0], added[1], 1e-6, 0.0, True, added[2])
+                tile = default_tile(num_tokens, num_rows, False, 132)
+                ours = skinny_linear.launch(*args, config=tile)
+                truth, plain = skinny_linear_reference(*wide(args)), skinny_linear_reference(*args)
+                assert_within_budget(ours, truth, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_layers_match_float64_within_the_budget(activation: str) -> None:
+    for num_tokens in SIZES:
+        for num_rows, width in ((28672, 4096), (1008, 584), (64, 64)):
+            x, weight, _, norm, _ = made(num_tokens, num_rows, width, torch.bfloat16)
+            args = (x, weight, norm, 1e-6, 0.0, True, activation)
+            tile = default_tile(num_tokens, num_rows // 2, True, 132)
+            ours = skinny_gated.launch(*args, config=tile)
+            truth, plain = skinny_gated_reference(*wide(args)), skinny_gated_reference(*args)
+            assert_within_budget(ours, truth, plain)
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_its_company_and_padding_may_hold_anything() -> None:
+    for num_tokens in (5, 60, 100, 190, 250):
+        x, weight, bias, _, residual = made(256, 1024, 512, torch.bfloat16)
+        for tile in {*CANDIDATES[min(-(-num_tokens // 64), 4)]}:
+            first, whole = x[:num_tokens], x.clone()
+            whole[num_tokens:] = float("nan")
+            size = next(c for c in (8, 64, 128, 192, 256) if c >= num_tokens)  # a shape of the same kernel
+            outs = [
+                skinny_linear.launch(
+                    rows, weight, bias, None, 0.0, 0.0, False, residual[: len(rows)], config=tile
+                )
+                for rows in (first, first, whole[:size])
+            ]
+            assert torch.equal(outs[0], outs[1])
+            assert torch.equal(outs[0], outs[2][:num_tokens]), (num_tokens, tile)
+
+
+@pytest.mark.gpu
+def test_views_with_strides_are_read_where_they_are() -> None:
+    x, weight, _, _, residual = made(20, 512, 640, torch.bfloat16)
+    qkv = torch.full((20, 1024), float("nan"), dtype=torch.bfloat16, device="cuda")
+    view = qkv[:, 64 : 64 + 640].copy_(x)
+    odd = torch.zeros(20, 513, dtype=torch.bfloat16, device="cuda")[:, 1:].copy_(residual)
+    for added in (residual, odd):
+        ours = skinny_linear.launch(view, weight, None, None, 0.0, 0.0, False, added, config=Tile(32))
+        assert torch.equal(ours, skinny_linear.launch(x, weight, residual=residual, config=Tile(32)))
