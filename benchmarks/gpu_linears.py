@@ -1,14 +1,15 @@
 """The linear layers of a decode step on a GPU: skinny_linear and skinny_gated against the library.
 
-    python -m benchmarks.gpu_linears [--models llama-8b smollm2-135m] [--tokens 1 8 32 ...] [--tune]
+    python -m benchmarks.gpu_linears [--models llama-8b smollm2-135m] [--tokens 1 8 ...] [--tune {all,tiles}]
 
 For each model and number of tokens: all linear layers of a step under one CUDA graph, every layer with
 weights of its own, so that nothing is found in L2.  Ours (norm, residual and activation inside), the parts
 (norm, F.linear, sum and activation kernels one by one) and F.linear alone take turns.  Then single layers,
 captured as a chain over many copies of the weight.  TB/s counts the bytes of weights only.
 
-`--tune` first times every candidate of every shape, and writes the best to ops/tuned/<gpu>.json; a run
-without it uses that file where it exists, and the written default elsewhere.  Every variant is compiled
+`--tune all` first times every candidate of every shape, and writes the best to ops/tuned/<gpu>.json; `tiles`
+keeps what that table has of the Triton kernels and tries the tiles of wgmma_linear beside it.  A run without
+it uses that file where it exists, and the written default elsewhere.  Every variant is compiled
 before, in processes of their own, and every configuration that is timed is checked.
 """
 
@@ -66,11 +67,14 @@ def layer_graphs(
     return graphs, len(weights)
 
 
-def candidates(layer: Layer, num_tokens: int) -> list[Way]:
-    """The defaults first."""
+def candidates(layer: Layer, num_tokens: int, tuned: Choices | None) -> list[Way]:
+    """The defaults first; with a table, its choice in place of all configurations of the Triton kernels."""
     made: list[Way] = []
     if num_tokens <= MAX_TOKENS:
         made.append(layer.op._config(num_tokens, layer.num_out, layer.width, torch.bfloat16))
+    if tuned is not None:
+        made += [tuned[key] for key in (key_of(layer, num_tokens),) if key in tuned]
+    elif num_tokens <= MAX_TOKENS:
         made += [c for c in layer.op.CANDIDATES if c.by_tensor_cores or num_tokens <= 8]
     return list(dict.fromkeys([*made, *tiles(layer, num_tokens)]))
 
@@ -86,12 +90,12 @@ def tiles(layer: Layer, num_tokens: int) -> list[Way]:
     return list(dict.fromkeys(wanted))
 
 
-def tune(bench: Bench, layers: Sequence[Layer]) -> list[dict[str, Any]]:
+def tune(bench: Bench, layers: Sequence[Layer], tuned: Choices | None) -> list[dict[str, Any]]:
     """The best configuration of each layer and class of tokens: a first look at all, then a race of three."""
     made = []
     for layer in layers:
         for num_tokens in CLASSES:
-            configs = candidates(layer, num_tokens)
+            configs = candidates(layer, num_tokens, tuned)
             graphs, count = layer_graphs(bench, layer, num_tokens, configs)
             num_bytes = count * layer.num_bytes
             looks = [min(samples) for samples in race(graphs[:-2], num_bytes, 2)]
@@ -292,10 +296,10 @@ def main() -> None:
     parser.add_argument(
         "--layer-tokens", type=int, nargs="*", default=[1, 8, 32, 128, 256], help="for single layers"
     )
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", choices=["all", "tiles"], help="tiles: and what the table has already")
     arguments = parser.parse_args()
     layers = list(dict.fromkeys(layer for name in arguments.models for layer in MODELS[name].layers.values()))
-    todo = jobs(layers, arguments.tune)
+    todo = jobs(layers, arguments.tune == "all")
     took = compile_all(todo)
     with torch.inference_mode():
         copy_tb_s = copy_speed()
@@ -304,10 +308,11 @@ def main() -> None:
             Row.of("gpu_copy_tb_s", [copy_tb_s], "TB/s", None, "none"),
             Row.of("gpu_linears_compile_s", [took], "s", None, f"{len(todo)} variants, in parallel"),
         ]
-        make_tiles(bench, layers, read_choices(tuned_path()), arguments.tune)
+        make_tiles(bench, layers, read_choices(tuned_path()), arguments.tune is not None)
         if arguments.tune:
             began = time.perf_counter()
-            write_choices(tune(bench, layers))
+            tuned = read_choices(tuned_path()) if arguments.tune == "tiles" else None
+            write_choices(tune(bench, layers, tuned))
             made.append(Row.of("gpu_linears_tune_s", [time.perf_counter() - began], "s", None, "none"))
         choices = read_choices(tuned_path())
         for name in arguments.models:
