@@ -162,6 +162,14 @@ class ServerConfig(Section):
     reasoning_parser: str = Field(
         "auto", description="how the model marks its thoughts, see docs/api.md; auto: by its chat template"
     )
+    reasoning_start_str: str = Field(
+        "", description="text that begins thoughts, for thinking budgets; empty: the reasoning parser's own"
+    )
+    reasoning_end_str: str = Field(
+        "",
+        description="text that ends thoughts whose budget is spent, such as a sentence that closes with "
+        "</think>; empty: the reasoning parser's end mark alone",
+    )
     max_logprobs: int = Field(20, ge=0, le=1000, description="most alternatives per token")
 
 

@@ -15,13 +15,15 @@ from ostinato.errors import EngineDead
 from ostinato.runtime.bad_words import with_word_ids
 from ostinato.runtime.choice_output import ChoiceOutput, Delta
 from ostinato.runtime.client import EngineClient
-from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.config import EngineConfig, ServerConfig
 from ostinato.runtime.llm_arguments import check_n, check_queueing, checked_text, read_sampling
 from ostinato.runtime.messages import FinishReason, GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
+from ostinato.runtime.output.registry import choose_formats
 from ostinato.runtime.prompt_room import kept_tokens
 from ostinato.runtime.request_check import check_request
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 from ostinato.runtime.text import TextFrontEnd
+from ostinato.runtime.thinking.thought_marks import ThoughtMarks, thought_marks, with_thoughts
 
 T = TypeVar("T")
 
@@ -48,6 +50,9 @@ class Session:
     def __init__(self, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> None:
         self.client = client
         self.text = text
+        self._server = config.server
+        if config.server.reasoning_start_str or config.server.reasoning_end_str:
+            _thought_marks(text, config.server)  # what is wrong in the settings is known now
         self._numbers = count()
         # Requests beyond what the engine would queue wait here instead of being refused.
         self._room = asyncio.Semaphore(config.scheduler.max_waiting)
@@ -210,6 +215,8 @@ class Session:
 
     def _job(self, one: Input, params: SamplingParams, n: int, template: GenerateRequest) -> Job:
         params = with_word_ids(self.text, params)
+        if params.thinking_token_budget is not None and params.thoughts is None:
+            params = self._with_thoughts(params, one.token_ids)
         name = f"llm-{next(self._numbers)}"
         seeds = [None if params.seed is None else (params.seed + which) % 2**63 for which in range(n)]
         requests = tuple(
@@ -224,6 +231,11 @@ class Session:
         )
         check_request(requests[0], self.client.info)
         return Job(name, one, requests)
+
+    def _with_thoughts(self, params: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
+        marks = _thought_marks(self.text, self._server)
+        prompt = self.text.codec.decode(prompt_ids, skip_special=False)
+        return with_thoughts(params, marks, begun=None if marks is None else marks.begun_in(prompt))
 
     async def _steps(self, request: GenerateRequest) -> AsyncGenerator[tuple[TokenEvent, CompletionOutput]]:
         """Events of a request with the text that they add; a stop string ends it, closing aborts it."""
@@ -259,6 +271,11 @@ class Session:
                     if delta.finish_reason is not None:
                         break
         return answer
+
+
+def _thought_marks(text: TextFrontEnd, server: ServerConfig) -> ThoughtMarks | None:
+    formats = choose_formats(server.reasoning_parser, "none", text.chat_template)
+    return thought_marks(formats, text, start=server.reasoning_start_str, end=server.reasoning_end_str)
 
 
 class _Answer:

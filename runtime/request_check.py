@@ -26,6 +26,11 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"the prompt holds token id {wrong}: ids are from 0 to {info.vocab_size - 1}", param="prompt"
         )
     validate_sampling(request.sampling, info.vocab_size)
+    if request.sampling.thinking_token_budget is not None and request.sampling.thoughts is None:
+        raise InvalidRequest(
+            "thinking_token_budget: an engine knows no marks of thoughts; give thoughts",
+            param="thinking_token_budget",
+        )
 
 
 ROUTES = {  # what a front end over HTTP does it with

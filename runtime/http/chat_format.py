@@ -15,6 +15,7 @@ from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.http.tool_schema import ToolRequest, ToolTemplateRequest
 from ostinato.runtime.messages import SamplingParams
+from ostinato.runtime.thinking.thought_marks import with_thoughts
 
 _PROMPT_END = 32  # tokens; enough for the marker with which some prompts begin the thoughts
 _BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -78,9 +79,17 @@ def chat_sampling(
     """`sampling` with the grammar of calls that must be made, or made strictly.
 
     A grammar, this one or the request's own, holds behind the thoughts that the prompt has begun, or with
-    which the answer begins.
-    InvalidRequest for two grammars at once, and for tools that cannot be enforced.
+    which the answer begins. A thinking budget is given the marks of thoughts.
+    InvalidRequest for two grammars at once, for tools that cannot be enforced, and for a budget of a model
+    that is not known to think.
     """
+    if sampling.thinking_token_budget is not None:
+        sampling = with_thoughts(
+            sampling,
+            state.thought_marks,
+            begun=_begun_block(state, fields, prompt_ids),
+            calls=bool(fields.tools) and fields.tool_choice != "none",
+        )
     if (of_calls := _call_grammar(state, fields)) is not None:
         param, grammar = of_calls
         if has_grammar(sampling):
@@ -94,7 +103,7 @@ def chat_sampling(
     reasoning = state.formats.reasoning
     if reasoning is None or not has_grammar(sampling) or sampling.grammar_after:
         return sampling
-    written = prompt_end(state, prompt_ids)
+    written = _open_thoughts(state, fields) or prompt_end(state, prompt_ids)
     end = reasoning.end_of(reasoning.begun(written))
     unless: tuple[int, ...] = ()
     if not end:  # it may still begin to think
@@ -139,6 +148,14 @@ def _open_thoughts(state: ServerState, fields: ToolRequest) -> str:
         if end and text.rfind(start) > text.rfind(end):
             return start
     return ""
+
+
+def _begun_block(state: ServerState, fields: ToolRequest, prompt_ids: Sequence[int]) -> int | None:
+    marks, reasoning = state.thought_marks, state.formats.reasoning
+    if marks is None or reasoning is None:
+        return None
+    end = _open_thoughts(state, fields) or prompt_end(state, prompt_ids)
+    return marks.block_of(reasoning.begun(end))
 
 
 def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:

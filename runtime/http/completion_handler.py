@@ -23,7 +23,9 @@ from ostinato.runtime.http.request_rules import (
 )
 from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
+from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.prompt_room import kept_tokens, room_left
+from ostinato.runtime.thinking.thought_marks import with_thoughts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for this route
 
@@ -57,7 +59,24 @@ async def completions(request: web.Request) -> web.StreamResponse:
         answer = CompletionAnswer(state, fields, [text for text, _ in prompts])
         all_ids = [ids for _, ids in prompts]
         several = [fit(sampling, ids, window, param="prompt") for ids in all_ids]
+        if fields.thinking_token_budget is not None:
+            several = await state.text.off_loop(lambda: _with_thoughts(state, several, all_ids))
         return await send_answer(request, fields, answer, all_ids, several)
+
+
+def _with_thoughts(
+    state: ServerState, several: Sequence[SamplingParams], all_ids: Sequence[list[int]]
+) -> list[SamplingParams]:
+    """The marks of thoughts for each prompt, which may end inside some."""
+    marks, codec = state.thought_marks, state.text.codec
+    return [
+        with_thoughts(
+            sampling,
+            marks,
+            begun=None if marks is None else marks.begun_in(codec.decode(ids, skip_special=False)),
+        )
+        for sampling, ids in zip(several, all_ids, strict=True)
+    ]
 
 
 def _asked_besides(fields: CompletionRequest) -> dict[str, int]:

@@ -251,8 +251,9 @@ class PromptRequest(TemplateFields):
         "auto",
     )
     thinking: Thinking | None = optional(
-        "`enabled` with `budget_tokens`, `disabled`, or `adaptive`: as the template does by itself. On and "
-        "off are the `reasoning_effort` of /v1/chat/completions, medium and none",
+        "`enabled`, with `budget_tokens` (see *Thinking budget*) or without a limit, `disabled`, or "
+        "`adaptive`: as the template does by itself. On and off are the `reasoning_effort` of "
+        "/v1/chat/completions, medium and none",
         "as the template does by itself",
     )
     output_config: OutputConfig | None = optional(

@@ -39,6 +39,7 @@ _COPIED = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "thinking_token_budget",
 )
 
 

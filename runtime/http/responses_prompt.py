@@ -52,6 +52,7 @@ def chat_of(
     values: dict[str, object] = {
         **fields.shared(),
         "stop": fields.stop,
+        "thinking_token_budget": fields.thinking_token_budget,
         "messages": messages,
         "max_completion_tokens": fields.max_output_tokens,
         **_tools(fields),

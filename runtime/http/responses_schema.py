@@ -206,6 +206,9 @@ class ResponsesRequest(SharedSampling):
         "0 to `server.max_logprobs`; needs `message.output_text.logprobs` in `include`", "0"
     )
     stop: Stop | None = optional("as in /v1/chat/completions; OpenAI's API has none")
+    thinking_token_budget: Annotated[Whole, Field(ge=0)] | None = optional(
+        "as in /v1/chat/completions; OpenAI's API has none"
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponsesRequest:

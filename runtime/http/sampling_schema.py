@@ -162,6 +162,10 @@ class SamplingRequest(GrammarRequest):
         "show the stop string or stop token in the text", "false"
     )
     ignore_eos: bool | None = optional("go on after EOS", "false")
+    thinking_token_budget: Annotated[Whole, Field(ge=0)] | None = optional(
+        "most tokens of thoughts, over all their blocks; then they are ended: see *Thinking budget*. 0: they "
+        "end at once. Refused if it is not known how the model marks its thoughts"
+    )
     logprob_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=MAX_NAMED_TOKENS, fail_fast=True)] | None
     ) = optional(

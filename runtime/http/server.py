@@ -107,7 +107,7 @@ def make_app(
     )
     state = app[STATE]
     state.metrics.watch(state.connections, state.bodies)
-    formats = state.formats  # a wrong name in the settings is known now
+    formats, _ = state.formats, state.thought_marks  # what is wrong in the settings is known now
     log.info(
         "reasoning parser: %s, tool parser: %s",
         formats.reasoning.name if formats.reasoning is not None else "none",

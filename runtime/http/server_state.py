@@ -21,6 +21,7 @@ from ostinato.runtime.http.tracing import Tracing
 from ostinato.runtime.http.web_origins import WebOrigins
 from ostinato.runtime.output.registry import OutputFormats, choose_formats
 from ostinato.runtime.text import TextFrontEnd
+from ostinato.runtime.thinking.thought_marks import ThoughtMarks, thought_marks
 
 
 @dataclass
@@ -53,6 +54,14 @@ class ServerState:
         """How the model writes thoughts and tool calls. ConfigError for an unknown name in the settings."""
         config = self.config
         return choose_formats(config.reasoning_parser, config.tool_parser, self.text.chat_template)
+
+    @cached_property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """The same in tokens, for thinking budgets. ConfigError for settings that cannot be used."""
+        config = self.config
+        return thought_marks(
+            self.formats, self.text, start=config.reasoning_start_str, end=config.reasoning_end_str
+        )
 
     @cached_property
     def shown_special(self) -> frozenset[int]:

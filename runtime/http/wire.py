@@ -39,7 +39,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),

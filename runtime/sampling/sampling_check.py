@@ -56,11 +56,6 @@ def validate_sampling(params: SamplingParams, vocab_size: int) -> None:
 def _check_thoughts(params: SamplingParams, vocab_size: int) -> None:
     thoughts = params.thoughts
     if thoughts is None:
-        if params.thinking_token_budget is not None:
-            raise InvalidRequest(
-                "thinking_token_budget: an engine knows no marks of thoughts; give thoughts",
-                param="thinking_token_budget",
-            )
         return
     if thoughts.begun is not None and thoughts.begun >= len(thoughts.blocks):
         raise InvalidRequest(

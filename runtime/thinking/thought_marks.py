@@ -120,6 +120,10 @@ def with_thoughts(
 
 def _ids(text: TextFrontEnd, said: str) -> tuple[int, ...] | None:
     """The tokens of a text; None if they do not say it."""
+    try:
+        said.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, from a shell
+        return None
     ids = text.encode(said, add_special_tokens=False)
     spelt = b"".join([text.codec.token_bytes(token) for token in ids]).decode("utf-8", "replace")
     return tuple(ids) if spelt.removeprefix(" ") == said.removeprefix(" ") else None
