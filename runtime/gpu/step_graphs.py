@@ -2,8 +2,9 @@
 
 Shapes ("buckets") are a table made at start: decode steps of 1 to `max_running` sequences, and mixed steps of
 up to `gpu.graph_tokens` tokens. A plan runs in the smallest that holds it; a plan that none holds runs
-uncaptured through the same program, and the reason is counted. All graphs share one memory pool: they never
-run at the same time, and each leaves its logits where its own replay put them.
+uncaptured through the same program, and the reason is counted. All graphs share one memory pool, and all of
+its memory: they never run at the same time, the largest is captured first, and nobody owns what one leaves
+behind. Its logits are there until the next replay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.runtime.memory.window_tensor import window_tensor
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.scheduling.plan import Plan
 
@@ -44,7 +46,7 @@ class Fit(NamedTuple):
 
 
 def bucket_shapes(max_running: int, graph_tokens: int) -> list[StepShape]:
-    """All shapes to capture, hottest first."""
+    """All shapes in the order of capture: the largest, whose memory has room for all; hot ones; the rest."""
     sizes = [size for size in DECODE_SIZES if size < max_running] + [max_running]
     if sizes[-1] > DECODE_SIZES[-1]:
         sizes = sizes[:-1]  # a larger step is mixed, or runs uncaptured
@@ -54,8 +56,14 @@ def bucket_shapes(max_running: int, graph_tokens: int) -> list[StepShape]:
         for tokens in MIXED_TOKENS  # fewer sequences than tokens: equal numbers mean a decode step
         if tokens <= graph_tokens
     ]
-    hot = [s for s in decode if s.tokens <= HOT_DECODE] + [s for s in mixed if s.tokens <= HOT_MIXED]
-    return hot + [s for s in decode + mixed if s not in hot]
+    shapes = sorted(decode + mixed, key=lambda s: (s.logit_rows, s.tokens), reverse=True)
+    largest = shapes[:1]
+    hot = [s for s in shapes[1:] if _is_hot(s)]
+    return largest + hot + [s for s in shapes[1:] if not _is_hot(s)]
+
+
+def _is_hot(shape: StepShape) -> bool:
+    return shape.tokens <= (HOT_DECODE if shape.tokens == shape.sequences else HOT_MIXED)
 
 
 class StepGraphs:
@@ -108,8 +116,10 @@ class StepGraphs:
         return len(self._captured)
 
     def capture_hot(self) -> None:
-        """Capture what is needed before the engine is ready."""
-        while self._waiting and self._is_hot(self._waiting[0]):
+        """Capture what is needed before the engine is ready: the first shape, and all hot ones behind it."""
+        if self.num_captured == 0:
+            self.capture_next()
+        while self._waiting and _is_hot(self._waiting[0]):
             self.capture_next()
 
     def capture_next(self) -> bool:
@@ -145,9 +155,6 @@ class StepGraphs:
         self._captured.clear()
         self._waiting.clear()
 
-    def _is_hot(self, shape: StepShape) -> bool:
-        return shape.tokens <= (HOT_DECODE if shape.tokens == shape.sequences else HOT_MIXED)
-
     def _capture(self, shape: StepShape) -> Replay | None:
         self._prepare(shape)
         eager = self._body(shape).clone()  # also loads every kernel: nothing may be loaded in a capture
@@ -165,8 +172,17 @@ class StepGraphs:
         graph.replay()
         self._stream.synchronize()
         if torch.equal(logits.view(torch.uint8), eager.view(torch.uint8)):  # by bits: NaN is equal to itself
-            return Replay(graph, logits)
+            return Replay(graph, _unowned(logits, graph))
         off = (logits.float() - eager.float()).abs().max().item()
         log.error("graph of %s differs from eager by %g; steps of this shape run uncaptured", shape, off)
         self.eager["self_check"] += 1
         return None
+
+
+def _unowned(logits: Tensor, graph: torch.cuda.CUDAGraph) -> Tensor:
+    """The same memory, which the pool may give to the next capture. The graph keeps the pool."""
+    if not logits.is_cuda or not logits.is_contiguous():
+        return logits
+    size = logits.numel() * logits.element_size()
+    window = window_tensor(logits.data_ptr(), size, logits.device, graph)
+    return window.view(logits.dtype).view(logits.shape)

@@ -123,3 +123,20 @@ def test_shapes_end_with_the_most_sequences_and_tell_decode_from_mixed_steps(mos
     assert all(s.sequences <= most for s in shapes)
     assert len(set(shapes)) == len(shapes)
     assert bucket_shapes(most, 0) == []
+
+
+def test_the_largest_shape_is_captured_first_then_hot_ones_from_large_to_small() -> None:
+    shapes = bucket_shapes(128, 1024)
+    assert shapes[0] == StepShape(1024, 128, 128)
+    assert [s.tokens for s in shapes[1:12]] == [256, 128, 64, 48, 64, 32, 24, 32, 16, 12, 8]
+    rest = [s.tokens for s in shapes if s.tokens > 64 and s.tokens == s.sequences]
+    assert rest == [128, 112, 96, 80]
+    assert shapes[-1] == StepShape(80, 80, 80)
+
+
+def test_hot_shapes_and_the_largest_are_there_before_the_rest(make: Any) -> None:
+    graphs = make(lambda shape: torch.zeros(shape.logit_rows, 8))
+    graphs._waiting = bucket_shapes(128, 1024)
+    graphs.capture_hot()
+    assert {s.tokens for s in graphs._captured} == {1024, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256}
+    assert {s.tokens for s in graphs._waiting} == {80, 96, 112, 128, 512}
