@@ -33,6 +33,7 @@ from ostinato.runtime.http.api_schema import (
 )
 from ostinato.runtime.http.live_status import Status
 from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
+from ostinato.runtime.http.openapi_failures import failures
 from ostinato.runtime.http.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from ostinato.runtime.http.responses_schema import ResponsesRequest
 from ostinato.runtime.http.server_state import STATE
@@ -54,17 +55,40 @@ class Route(NamedTuple):
     body_required: bool = True
     media: str = "application/json"
     is_open: bool = False  # needs no key
+    query: tuple[tuple[str, Json], ...] = ()  # name and schema of parameters behind `?`
 
 
 _OBJECT = answers.Anything
+_REQUEST_ID: Json = {"required": True, "schema": {"type": "string"}}
+# Of a stream: each event by itself.
+_EVENT: Json = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+    "additionalProperties": False,
+}
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): Route(answers.ChatAnswer, ChatRequest, streams=True),
     ("POST", "/v1/completions"): Route(answers.TextAnswer, CompletionRequest, streams=True),
     ("POST", "/v1/responses"): Route(_OBJECT, ResponsesRequest, streams=True),
-    ("GET", "/v1/responses/{id}"): Route(_OBJECT, streams=True),
+    ("GET", "/v1/responses/{id}"): Route(
+        _OBJECT,
+        streams=True,
+        query=(
+            ("stream", {"type": "boolean"}),
+            ("starting_after", {"type": "integer", "minimum": 0, "maximum": 2**31}),
+        ),
+    ),
     ("DELETE", "/v1/responses/{id}"): Route(_OBJECT),
     ("POST", "/v1/responses/{id}/cancel"): Route(_OBJECT),
-    ("GET", "/v1/responses/{id}/input_items"): Route(_OBJECT),
+    ("GET", "/v1/responses/{id}/input_items"): Route(
+        _OBJECT,
+        query=(
+            ("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
+            ("order", {"enum": ["asc", "desc"]}),
+            ("after", {"type": "string"}),
+        ),
+    ),
     ("POST", "/v1/messages"): Route(_OBJECT, MessagesRequest, streams=True),
     ("POST", "/v1/messages/count_tokens"): Route(answers.InputTokens, CountRequest),
     ("POST", "/v1/embeddings"): Route(answers.Embeddings, EmbeddingRequest),
@@ -136,10 +160,11 @@ def document(app: web.Application) -> Json:
     has_keys = state.keys.everybody is None
     paths: Json = {}
     for method, path, said, route in served:
-        operation = _operation(method, path, said, route, names)
+        needs_key = has_keys and not route.is_open and not path.startswith("/admin/")
+        operation = _operation(method, path, said, route, names, needs_key=needs_key)
         if path.startswith("/admin/"):
             operation["security"] = [{"adminKey": []}]
-        elif has_keys and not route.is_open:
+        elif needs_key:
             operation["security"] = [{"apiKey": []}, {"xApiKey": []}]
         paths.setdefault(path, {})[method.lower()] = operation
     bearer = {"type": "http", "scheme": "bearer"}
@@ -174,7 +199,9 @@ def _served(app: web.Application) -> Iterator[tuple[str, str, str, Route]]:
         yield route.method, path, said, ROUTES.get((route.method, path), Route(_OBJECT))
 
 
-def _operation(method: str, path: str, said: str, route: Route, names: dict[type[BaseModel], str]) -> Json:
+def _operation(
+    method: str, path: str, said: str, route: Route, names: dict[type[BaseModel], str], *, needs_key: bool
+) -> Json:
     def content(model: type[BaseModel], media: str) -> Json:
         return {media: {"schema": {"$ref": _REF.format(model=names[model])}}}
 
@@ -182,23 +209,34 @@ def _operation(method: str, path: str, said: str, route: Route, names: dict[type
     good = {route.media: {"schema": {"type": "string"}}} if is_text else {}
     good = good or content(route.answer, route.media)
     if route.streams:
-        good |= {"text/event-stream": {"schema": {"type": "string"}}}
-    failed = content(answers.Error, "application/json")
-    if path == "/health":
-        failed = content(answers.Health, "application/json")
+        good |= {"text/event-stream": {"schema": _EVENT}}
+    failed = {
+        str(status): {"description": codes, "content": content(answers.Error, "application/json")}
+        for status, codes in failures(
+            method, path, has_body=route.body is not None, needs_key=needs_key
+        ).items()
+    }
+    if path == "/health":  # 503 is a state or, in front of the handler, an error
+        either = [_REF.format(model=names[model]) for model in (answers.Health, answers.Error)]
+        failed["503"]["content"] = {
+            "application/json": {"schema": {"anyOf": [{"$ref": ref} for ref in either]}}
+        }
     operation: Json = {
         "summary": said,
         "operationId": re.sub(r"\W+", "_", f"{method} {path}").strip("_").lower(),
         "responses": {
-            "200": {"description": "the answer", "content": good},
-            "default": {"description": "why there is none", "content": failed},
+            status: {**said, "headers": {"X-Request-Id": _REQUEST_ID}}
+            for status, said in ({"200": {"description": "the answer", "content": good}} | failed).items()
         },
     }
-    if parameters := re.findall(r"\{(\w+)\}", path):
-        text = {"type": "string", "minLength": 1}
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": text} for name in parameters
-        ]
+    text = {"type": "string", "minLength": 1}
+    parameters: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query]
+    if parameters:
+        operation["parameters"] = parameters
     if route.body is not None:
         body = content(route.body, "application/json")
         operation["requestBody"] = {"required": route.body_required, "content": body}
