@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tokenizers import Tokenizer
 
+from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.grammar.grammar_spec import GrammarSpec
 from ostinato.runtime.grammar.lark_text import WHITE_SPACE
 from ostinato.runtime.grammar.structural_tags import read_tags, tags_grammar
@@ -43,6 +44,7 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._text_tokenizer: Tokenizer | None = None
+        self._codec: TokenCodec | None = None
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
         self._kept_bytes = 0
@@ -58,6 +60,13 @@ class GrammarCompiler:
         """The one token that matchers take for the end; known once a grammar is compiled."""
         assert self._tokenizer is not None, "no grammar was compiled"
         return self._tokenizer.eos_token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's share of the text; known once a grammar is compiled."""
+        if self._codec is None:
+            assert self._text_tokenizer is not None, "no grammar was compiled"
+            self._codec = TokenCodec(self._text_tokenizer)
+        return self._codec.token_bytes(token_id)
 
     @property
     def num_kept(self) -> int:

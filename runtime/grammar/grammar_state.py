@@ -8,14 +8,14 @@ Rules, together with `ignore_eos`, `min_tokens` and stop tokens:
       `min_tokens` bars them as ever, and with ignore_eos EOS is not allowed at all;
     - where nothing can go on, the answer ends with `stop` at once, whatever min_tokens and ignore_eos say:
       no token comes behind a complete grammar.
-A thinking model is free first: the grammar begins behind the tokens of `grammar_after`. Where it may think or
-not, it is free if its first token is one of `grammar_unless`, which are allowed there.
+A thinking model is free first: the grammar begins behind the token that completes the text of
+`grammar_after`, whatever the tokens in which it is said. Where it may think or not, it is free if its first
+token is one of `grammar_unless`, which are allowed there.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,9 +54,10 @@ class GrammarState:
         *,
         full_words: int,
         end_token: int,
+        token_bytes: Callable[[int], bytes],
     ) -> None:
         """`full_words`: length of what the matcher writes, which may know more tokens than there are logits;
-        `end_token`: what it takes for the end.
+        `end_token`: what it takes for the end; `token_bytes`: a token's share of the text.
 
         `mask` is not valid before `refresh`.
         """
@@ -70,8 +71,9 @@ class GrammarState:
         self._ends = tuple(t for t in eos_token_ids if t < vocab_size)
         self._end_token = (end_token,) if end_token < vocab_size else ()
         self._closing = tuple({*(() if sampling.ignore_eos else self._ends), *sampling.stop_token_ids})
-        self._after = sampling.grammar_after
-        self._recent: deque[int] = deque(maxlen=max(1, len(self._after)))
+        self._token_bytes = token_bytes
+        self._after = b"".join([token_bytes(token) for token in sampling.grammar_after])
+        self._newest = b""  # text in which the end of the free part may have begun
         self._unless = sampling.grammar_unless if self._after else ()
         self._at_start = bool(self._unless)
         self.is_active = not self._after or self._at_start
@@ -87,8 +89,9 @@ class GrammarState:
         if self.ended or self.error is not None:
             return False
         if not self.is_active:
-            self._recent.append(token)
-            self.is_active = tuple(self._recent) == self._after
+            text = self._newest + self._token_bytes(token)
+            self.is_active = self._after in text
+            self._newest = text[1 - len(self._after) :] if len(self._after) > 1 else b""
             return self.is_active
         if self._at_start:
             self._at_start = False

@@ -185,6 +185,7 @@ class RequestGrammars:
             self._eos_token_ids,
             full_words=self._compiler.mask_words,
             end_token=self._compiler.end_token,
+            token_bytes=self._compiler.token_bytes,
         )
         if state.is_active:
             state.refresh()

@@ -103,6 +103,19 @@ def test_special_tokens_of_the_format_are_read_and_others_are_not_shown():
     assert told(run(text, form="gemma4")[0]) == ("", "ok", [("f", '{"city":"Köln 😀"}')])
 
 
+@pytest.mark.parametrize("sizes", [None, [2] * 99, [5] * 99, [1000]])
+def test_a_marker_of_ordinary_tokens_does_not_leak_and_its_look_alike_is_text(sizes: list[int] | None):
+    """Case B23: the toy tokenizer spells DeepSeek's markers in a dozen tokens."""
+    begin, sep, end = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    fenced = '\n```json\n{"city": "a <｜tool▁calls▁end｜> b"}\n```'
+    call = f"{begin}function{sep}get_weather{fenced}{end}<｜tool▁calls▁end｜>"
+    assert len(ids(begin)) > 10
+    found = told(run(f"</think>{call}", form="deepseek_v3", sizes=sizes)[0])
+    assert found == ("", "", [("get_weather", '{"city":"a <｜tool▁calls▁end｜> b"}')])
+    for text in ("<｜tool▁box then plain text", "price <", "a <｜tool▁calls▁begin"):
+        assert told(run(f"</think>{text}", form="deepseek_v3", sizes=sizes)[0]) == ("", text, [])
+
+
 def test_an_answer_of_one_call_ends_behind_it():
     events, deltas, output = run(f"</think>{CALL}{CALL} more", one_call=True)
     assert told(events) == ("", "", [("f", '{"city":"Köln 😀"}')])

@@ -10,9 +10,10 @@ from ostinato.runtime.text import TextFrontEnd
 from tests.support import toy_text
 
 SENTENCE = "Considering the limited time by the user, I have to give the solution now.</think>"
-MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>", "<|tool_call>")
+MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>", "<tool_call>")
 TEMPLATE = (
-    toy_text.CHATML.removesuffix("{% endif %}")
+    "{%- for t in tools or [] %}{{ t | tojson }}{% endfor %}{# <tool_call> <function= #}"
+    + toy_text.CHATML.removesuffix("{% endif %}")
     + "{%- if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 

@@ -36,6 +36,7 @@ def started(
         eos,
         full_words=compiler.mask_words,
         end_token=compiler.end_token,
+        token_bytes=compiler.token_bytes,
     )
     if state.is_active:
         state.refresh()
@@ -113,6 +114,14 @@ def test_the_grammar_begins_behind_the_end_of_the_thought(compiler: GrammarCompi
     assert allowed(state) == letters("x")
     take(state, "xy")
     assert state.ended
+
+
+def test_an_end_that_shares_tokens_with_what_stands_around_it_is_found(compiler: GrammarCompiler):
+    for said, end in ((" brown", "row"), ("the quick", "he q"), ("<>", ">")):
+        state = started(compiler, "xy", grammar_after=tuple(ids_of(end)))
+        assert ids_of(said) != ids_of(end)
+        take(state, said)
+        assert (state.is_active, allowed(state)) == (True, letters("x")), said
 
 
 def test_where_thinking_is_free_to_begin_the_first_token_decides(compiler: GrammarCompiler):

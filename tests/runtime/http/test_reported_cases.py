@@ -212,6 +212,7 @@ async def test_arguments_reach_the_template_decoded_and_unchanged():
         for arguments, said in cases.items():
             for content in (None, "", "text"):
                 assert await rendered(served, arguments, content) == (200, f"Hello{content or ''}{said}")
+        assert await rendered(served, "{}", []) == (400, "messages[1].content")
 
 
 async def test_broken_arguments_are_that_request_s_400():

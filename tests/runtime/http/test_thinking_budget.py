@@ -169,6 +169,30 @@ async def test_a_budget_of_nothing_and_an_answer_by_a_schema(tmp_path: Path):
             assert (len(client.ids(said)) > len(client.ids(SENTENCE))) is (budget > 0)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["marks are tokens", "marks in pieces"])
+async def test_a_call_that_must_be_made_follows_the_forced_end(tmp_path: Path, whole: bool):
+    parameters = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}, "room": {"type": "string", "enum": ["hall", "attic"]}},
+        "required": ["on", "room"],
+    }
+    tools = [{"type": "function", "function": {"name": "light", "parameters": parameters}}]
+    async with thinker(tmp_path, whole=whole, reasoning_end_str=SENTENCE) as client:
+        asked = {"messages": HELLO, "max_tokens": 250, "tools": tools, "parallel_tool_calls": False}
+        for choice in ("required", {"type": "function", "function": {"name": "light"}}):
+            answer = await client.post(CHAT, **asked, tool_choice=choice, seed=3, thinking_token_budget=4)
+            assert answer["status"] == 200, answer
+            (made,) = answer["choices"]
+            assert made["finish_reason"] == "tool_calls"
+            assert made["message"]["content"] is None
+            (call,) = made["message"]["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            assert list(arguments) == ["on", "room"]
+            assert arguments["on"] in (True, False)
+            assert arguments["room"] in ("hall", "attic")
+            assert made["message"]["reasoning_content"].endswith(SENTENCE.removesuffix("</think>"))
+
+
 async def test_an_open_thought_that_is_continued_has_the_budget_and_the_grammar_behind_it(tmp_path: Path):
     async with thinker(tmp_path) as client:
         turn = {"role": "assistant", "content": "<think>I was about to"}

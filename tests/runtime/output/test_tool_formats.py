@@ -118,6 +118,18 @@ def test_a_third_call_without_arguments_has_an_empty_object(name: str):
 
 
 @pytest.mark.parametrize("name", SPELL)
+def test_a_call_without_arguments_between_two_others_survives_every_cut_in_three(name: str):
+    """Case B47."""
+    text = SPELL[name]([TWO[0], ("now", {}), TWO[1]])
+    found = every_cut(name, text)
+    assert calls(found) == [("f", '{"city":42}'), ("now", "{}"), ("g", '{"city":-7}')]
+    for first in range(1, len(text), 13):
+        for second in range(first + 1, len(text), 7):
+            pieces = [text[:first], text[first:second], text[second:]]
+            assert events(parser(None, name, tools=NAMES), pieces) == found, (first, second)
+
+
+@pytest.mark.parametrize("name", SPELL)
 def test_hard_values_survive(name: str):
     hard = {key: value for key, value in HARD.items() if key != "text"} if name == "pythonic" else HARD
     ((called, arguments),) = calls(every_cut(name, SPELL[name]([("a.b-c_1", hard)]), prefix_cuts=7))
@@ -219,6 +231,34 @@ def test_arguments_are_as_the_model_wrote_them_whatever_a_schema_says():
     for arguments in ('{"a":"42","b":"x","c":"true"}', '{"b":"x","a":"42"}', '{"a":"x"}', '{"b":"42"}'):
         text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
         assert calls(every_cut("hermes", text)) == [("f", arguments)]
+
+
+KINDS: list[dict[str, str]] = [{"a": "integer", "b": "string", "c": "boolean"}, {}]
+SCHEMAS = [
+    *({"properties": {key: {"type": kind} for key, kind in kinds.items()}} for kinds in KINDS),
+    {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "b": {"type": "string"}}},
+    {"properties": "no object"},
+    {"properties": {"a": True, "b": {"type": ["string", 7]}}},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "gemma4", "deepseek_v3", "qwen3_xml", "minimax"])
+@pytest.mark.parametrize("order", ["abc", "bac", "bca"])
+def test_types_are_not_repaired_once_a_beginning_was_sent(name: str, order: str):
+    """Case B09: texts stay texts where the notation has types; tags have none: there the schema decides."""
+    written = {"a": "42", "b": "x", "c": "true"}
+    text = SPELL[name]([("f", {key: written[key] for key in order})])
+    for schema in (*SCHEMAS, None):
+        tools = {"g": {}} if schema is None else {"f": schema}
+        whole = events(parser(None, name, tools=tools), [text])
+        for pieces in (list(text), *([text[:at], text[at:]] for at in range(1, len(text), 5))):
+            assert events(parser(None, name, tools=tools), pieces) == whole
+        if name == "llama3_json" and schema is None:
+            assert calls(whole) == []  # without a marker only the tools' names make a call
+            continue
+        ((_, arguments),) = calls(whole)
+        tagged = {"a": 42, "b": "x", "c": True}
+        assert json.loads(arguments) == (tagged if name in ("qwen3_xml", "minimax") else written)
 
 
 def test_a_marker_in_pieces_never_shows_and_a_near_miss_shows_whole():
