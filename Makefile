@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 CACHE := .cache
 MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
+MINILM := $(CACHE)/all-MiniLM-L6-v2/model.safetensors
 ARTIFACT := $(CACHE)/SmolLM2-135M-Instruct
 comma := ,
 PORT ?= 8000
@@ -15,7 +16,7 @@ EXTRAS := dev,gguf$(if $(shell command -v nvidia-smi),$(comma)gpu)
 serve: $(ARTIFACT)/manifest.json
 	@$(RUN)/ostinato serve $(ARTIFACT) --server.served-name smollm2 --server.port $(PORT)
 
-test: $(VENV)/installed $(MODEL)
+test: $(VENV)/installed $(MODEL) $(MINILM)
 	@PATH="$(CURDIR)/$(RUN):$$PATH" sh scripts/test
 
 check: $(VENV)/installed
@@ -39,6 +40,9 @@ $(ARTIFACT)/manifest.json: $(MODEL) $(wildcard graph/*.py passes/*.py ops/* runt
 
 $(MODEL): | $(VENV)/installed
 	@$(RUN)/python -m ostinato.tools.fetch_demo $(CACHE)
+
+$(MINILM): | $(VENV)/installed
+	@$(RUN)/python -m ostinato.tools.fetch_demo $(CACHE) minilm
 
 clean:
 	rm -rf $(VENV) $(CACHE)

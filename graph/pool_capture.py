@@ -137,6 +137,12 @@ def capture_pooling(
     built: BuiltModel, hooks: PoolHooks, facts: dict[str, Any], plan: PoolingPlan
 ) -> CapturedGraph:
     """Trace `built`; `facts` as in `capture`. Raises ModelError for math that cannot be carried."""
+    labels = built.config.num_labels
+    if plan.task == "score" and labels != 1:
+        raise ModelError(
+            f"{facts['architecture']}: {labels} labels; a model that scores pairs has one (num_labels=1)"
+        )
+    sigmoid = plan.task == "score" and _has_sigmoid(built.config)
     dtype = getattr(torch, facts["dtype"])
     dense = dense_layers(plan, dtype)
     step = _PoolStep(built.model, hooks, plan, dense)
@@ -152,10 +158,6 @@ def capture_pooling(
     graph_module = exported.graph_module
     (answer,) = graph_module.graph.output_node().args[0]
     size = int(answer.meta["val"].shape[-1])
-    if plan.task == "score" and size != 1:
-        raise ModelError(
-            f"{facts['architecture']}: {size} labels; a model that scores pairs has one (num_labels=1)"
-        )
     text = built.config.get_text_config()
     longest = min(facts["max_model_len"] - step.first_position, MAX_STEP_TOKENS)
     known = inspect.signature(built.model.forward).parameters
@@ -166,7 +168,7 @@ def capture_pooling(
         size=size,
         normalize=plan.normalize,
         matryoshka=plan.matryoshka,
-        sigmoid=plan.task == "score" and _has_sigmoid(built.config),
+        sigmoid=sigmoid,
         causal=causal,
         first_position=step.first_position,
         token_types=types,

@@ -202,7 +202,7 @@ class LLM:
         before anything runs; EngineDead.
         """
         session = self._session
-        session.check_open()
+        session.check_generates()
         check_truncation(truncate_prompt_tokens)
         given = read_prompts(prompts)
         several = session.sampling(sampling, len(given))
@@ -235,7 +235,7 @@ class LLM:
         you trust.
         """
         session = self._session
-        session.check_open()
+        session.check_generates()
         check_truncation(truncate_prompt_tokens)
         check_template(chat_template)
         if add_generation_prompt and continue_final_message:
@@ -323,7 +323,7 @@ class LLM:
         generator (`contextlib.aclosing`) aborts the request.
         """
         session = self._session
-        session.check_open()
+        session.check_generates()
         is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         given = (
             session.render(read_conversation(prompt, "prompt"))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import ArtifactError
-from ostinato.ops import all_ops, tuning
+from ostinato.ops import all_ops, tuning, varlen_attention
 from ostinato.ops.gpu_kernels import STORE
 from ostinato.ops.step_inputs import PoolInputs, StepInputs
 from ostinato.runtime.artifact import WEIGHTS, Manifest, PlanRecord, read_program
@@ -108,7 +108,7 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
         for name, module in vars(all_ops).items()
         if (reference := getattr(module, f"{name}_reference", None)) is not None
     }
-    return made | {"ostinato::varlen_attention": all_ops.varlen_attention._launch}
+    return made | {"ostinato::varlen_attention": varlen_attention._launch}
 
 
 def launchers(choices: tuning.Choices) -> dict[str, Callable[..., Any]]:

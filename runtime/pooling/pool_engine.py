@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -42,17 +42,21 @@ from ostinato.runtime.messages import (
     EngineState,
     EngineStats,
     GenerateRequest,
+    KVTarget,
     Order,
     PoolRequest,
     PoolResult,
     PoolResults,
     ResetPrefixCache,
     Sleep,
+    StartProfile,
+    StopProfile,
     Wake,
 )
 from ostinato.runtime.pooling.pool_check import check_pool_request
 from ostinato.runtime.pooling.pool_inputs import pool_inputs
 from ostinato.runtime.pooling.pool_queue import PoolQueue, Waiting
+from ostinato.runtime.profiler import Profiler
 from ostinato.runtime.request_check import check_request, refusal_of
 from ostinato.runtime.sleeping_weights import Weights
 
@@ -70,6 +74,9 @@ class PoolModel(Protocol):
     def weights(self) -> Weights:
         """Who holds the memory of its weights."""
         ...
+
+    def name_calls(self, named: bool) -> None:
+        """Whether its kernels have names in a profile."""
 
     def __call__(self, inputs: PoolInputs, kv: tuple[()], /) -> Tensor:
         """Numbers [B, size] of each sequence."""
@@ -114,6 +121,9 @@ class PoolEngine:
             artifact=str(model.folder),
             pooling=pooling,
         )
+        self._profiler = Profiler(
+            config.profile, model.device, name_calls=model.name_calls, wake=self.inbox.wake
+        )
         self._steps = self._tokens = 0
         self._asleep = 0
         self._stats_at = clock()
@@ -122,7 +132,7 @@ class PoolEngine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Nothing is held: the weights are the model's."""
+        self._profiler.close()
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +155,7 @@ class PoolEngine:
 
     def step(self) -> list[Message]:
         """One turn: take the mail, run the next step."""
+        self._profiler.tick()
         news = self._admit(self.inbox.drain())
         taken = [] if self._asleep else self._queue.take()
         if taken:
@@ -235,7 +246,7 @@ class PoolEngine:
 
     def _answer(self, call: Call) -> list[Message]:
         """Do what a call asks for."""
-        began, count = self._clock(), 0
+        began, told = self._clock(), dict[str, Any]()  # Any: fields of CallDone
         news: list[Message] = []
         try:
             match call:
@@ -247,24 +258,29 @@ class PoolEngine:
                     ended = [
                         n for n in (self._queue.names() if names is None else names) if self._queue.drop(n)
                     ]
-                    count = len(ended)
+                    told = {"count": len(ended)}
                     news.append(PoolResults(results=tuple(map(_aborted, ended))))
                 case ResetPrefixCache():
                     pass  # there is none
-                case _:
+                case StartProfile(seconds=seconds):
+                    told = {"limit_s": self._profiler.start(seconds)}
+                case StopProfile():
+                    told = {"trace": self._profiler.stop()}
+                case KVTarget():
                     raise InvalidRequest(
-                        f"{type(call).__name__}: there is none of it in the engine of a model to "
-                        f"{self._pooling.task} with"
+                        f"a model to {self._pooling.task} with has no KV memory that could have a target"
                     )
         except EngineError as error:
             log.warning("%s", error)
-            return [CallDone(call_id=call.call_id, error=str(error), kind=type(error).__name__)]
+            param = error.param if isinstance(error, RequestError) else None
+            kind = type(error).__name__
+            return [CallDone(call_id=call.call_id, error=str(error), kind=kind, param=param)]
         state = EngineState(
             asleep=self._asleep,
             weights_bytes=self._model.weights.resident_bytes,
             seconds=self._clock() - began,
         )
-        return [*news, CallDone(call_id=call.call_id, state=state, count=count)]
+        return [*news, CallDone(call_id=call.call_id, state=state, **told)]
 
     def _sleep(self, level: int) -> None:
         if level < self._asleep:

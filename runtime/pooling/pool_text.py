@@ -29,7 +29,7 @@ def encode_input(
     """Ids as the tokenizer's own template joins them.
 
     With `kept` at most so many, special tokens counted: ends are cut off, of a pair that of the longer text,
-    token by token, and that of the second where both are as long. InvalidRequest: nothing would be left.
+    and of both where they would still be too long. InvalidRequest: nothing would be left.
     """
     texts = [first] if second is None else [first, second]
     parts = tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -50,15 +50,9 @@ def _cut(parts: list[Encoding], room: int, kept: int) -> None:
     if len(parts) == 1:
         lengths = [min(lengths[0], room)]
     elif sum(lengths) > room:
-        one, other = lengths
-        half = room // 2
-        if one <= half:
-            other = room - one
-        elif other <= room - half:
-            one = room - other
-        else:
-            one, other = room - half, half
-        lengths = [one, other]
+        shorter = min(*lengths, room // 2)
+        is_first = lengths[0] <= lengths[1]
+        lengths = [shorter, room - shorter] if is_first else [room - shorter, shorter]
     for part, length in zip(parts, lengths, strict=True):
         if length < len(part.ids):
             part.truncate(length)

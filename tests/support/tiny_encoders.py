@@ -1,4 +1,4 @@
-"""Tiny random models that embed or score, as Hugging Face folders, and what transformers says of their inputs.
+"""Tiny random models that embed or score, as Hugging Face folders, and what transformers says of inputs.
 
 As in tiny_models.py numbers that could hide a mistake are odd on purpose.
 """
@@ -34,43 +34,33 @@ _DECODER = {
     "head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-_DISTILBERT = {
-    "vocab_size": VOCAB, "dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 4, "pad_token_id": 1,
-    "max_position_embeddings": 66,
-}  # fmt: skip
-_MODERNBERT = {
-    **_ENCODER, "local_attention": 10, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3,
-}  # fmt: skip
-EMBEDDERS: dict[str, dict[str, Any]] = {
+_FAMILIES: dict[str, dict[str, Any]] = {
     "bert": _ENCODER,
     "roberta": _ENCODER,
-    "distilbert": _DISTILBERT,
-    "electra": {**_ENCODER, "embedding_size": 32},
-    "albert": {**_ENCODER, "embedding_size": 32},
-    "modernbert": _MODERNBERT,
+    "xlm-roberta": _ENCODER,
+    "modernbert": {
+        **_ENCODER, "local_attention": 10, "global_attn_every_n_layers": 2, "cls_token_id": 2,
+        "sep_token_id": 3, "classifier_pooling": "mean",
+    },
+    "eurobert": {**_ENCODER, "num_key_value_heads": 2},
+    "mpnet": {key: value for key, value in _ENCODER.items() if key != "type_vocab_size"},
+    "deberta-v2": _ENCODER,
     "qwen3": _DECODER,
     "mistral": {**_DECODER, "sliding_window": 5},
-    "gemma3_text": {**_DECODER, "sliding_window": 5, "use_bidirectional_attention": True,
-                    "layer_types": ["sliding_attention", "full_attention"],
-                    "rope_parameters": {"sliding_attention": _DECODER["rope_parameters"],
-                                        "full_attention": _DECODER["rope_parameters"]}},
+    "gemma3_text": {
+        **_DECODER, "sliding_window": 5, "use_bidirectional_attention": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(
+            ("sliding_attention", "full_attention"), _DECODER["rope_parameters"]
+        ),
+    },
 }  # fmt: skip
-SCORERS: dict[str, dict[str, Any]] = {
-    "bert": _ENCODER,
-    "xlm-roberta": _ENCODER,
-    "distilbert": _DISTILBERT,
-    "electra": _ENCODER,
-    "albert": {**_ENCODER, "embedding_size": 32},
-    "modernbert": {**_MODERNBERT, "classifier_pooling": "mean"},
-    "qwen3": _DECODER,
-}
 
 
 def make_encoder(family: str, folder: Path, *, task: str = "embed", **config: Any) -> PreTrainedModel:
     """Write a folder with random weights and a tokenizer of words; return the model."""
-    known = EMBEDDERS if task == "embed" else SCORERS
     extra = {"num_labels": 1} if task == "score" else {}
-    made = AutoConfig.for_model(family, **{**known[family], **extra, **config})
+    made = AutoConfig.for_model(family, **{**_FAMILIES[family], **extra, **config})
     torch.manual_seed(5)
     auto = AutoModel if task == "embed" else AutoModelForSequenceClassification
     model: PreTrainedModel = auto.from_config(made).eval()
@@ -109,7 +99,6 @@ def hidden_states(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def pair_score(model: PreTrainedModel, ids: Sequence[int], types: Sequence[int]) -> float:
     """The logit of one pair alone, by transformers."""
-    more = {"token_type_ids": torch.tensor([types])} if hasattr(model.config, "type_vocab_size") else {}
-    if model.config.model_type in ("distilbert", "modernbert", "qwen3"):
-        more = {}
+    takes_types = model.config.model_type in ("bert", "xlm-roberta")
+    more = {"token_type_ids": torch.tensor([types])} if takes_types else {}
     return float(model(input_ids=torch.tensor([ids]), **more).logits[0, 0])

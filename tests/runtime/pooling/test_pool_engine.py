@@ -1,0 +1,168 @@
+"""The engine of models that embed or score: who is in a step, what comes back, balanced books."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from ostinato.errors import ConfigError
+from ostinato.runtime.config import EngineConfig, SchedulerConfig
+from ostinato.runtime.frames import Message
+from ostinato.runtime.messages import (
+    Abort,
+    CallDone,
+    EndRequests,
+    GenerateRequest,
+    KVTarget,
+    PoolRequest,
+    PoolResult,
+    PoolResults,
+    Refused,
+    SamplingParams,
+    Sleep,
+    Wake,
+)
+from ostinato.runtime.pooling.pool_engine import PoolEngine
+from ostinato.runtime.pooling.pool_text import floats
+from tests.support.toy_pool_model import EMBEDS, SCORES, SIZE, ToyPoolModel, numbers
+
+
+def engine(model: ToyPoolModel | None = None, **scheduler: int) -> PoolEngine:
+    limits = {"max_step_tokens": 10, **scheduler}
+    return PoolEngine(model or ToyPoolModel(), EngineConfig(scheduler=SchedulerConfig(**limits)))
+
+
+def ask(name: str, *ids: int, **fields: object) -> PoolRequest:
+    return PoolRequest(request_id=name, token_ids=ids, **fields)
+
+
+def results(news: Sequence[Message]) -> dict[str, PoolResult]:
+    return {one.request_id: one for batch in news if isinstance(batch, PoolResults) for one in batch.results}
+
+
+def drained(engine: PoolEngine) -> dict[str, PoolResult]:
+    """Every result until nothing waits."""
+    found = results(engine.step())
+    while engine.has_work:
+        found |= results(engine.step())
+    engine.check()
+    return found
+
+
+def test_a_step_takes_whole_inputs_in_order_up_to_its_tokens_and_sequences():
+    model = ToyPoolModel()
+    with engine(model, max_running=3) as made:
+        lengths = (4, 4, 3, 12, 1, 1, 1, 1)
+        made.inbox.put(*(ask(f"r{at}", *[5] * n) for at, n in enumerate(lengths)))
+        found = drained(made)
+    assert model.steps == [[4, 4], [3], [12], [1, 1, 1], [1]]
+    assert set(found) == {f"r{at}" for at in range(8)}
+    assert (made.stats().steps, made.stats().prompt_tokens, made.stats().waiting) == (5, 27, 0)
+
+
+def test_better_priority_goes_first_and_the_aborted_never():
+    model = ToyPoolModel()
+    made = engine(model, max_step_tokens=2)
+    made.inbox.put(
+        ask("late", 9, 9, priority=1), ask("gone", 8, 8), ask("soon", 7), Abort(request_ids=("gone", "no"))
+    )
+    assert list(drained(made)) == ["soon", "late"]
+    assert model.steps == [[1], [2]]
+
+
+def test_vectors_are_cut_and_then_normalised():
+    made = engine()
+    made.inbox.put(ask("whole", 5, 6), ask("cut", 5, 6, dimensions=3), ask("raw", 5, 6, normalize=False))
+    found = {name: torch.tensor(floats(one.numbers)) for name, one in drained(made).items()}
+    truth = numbers([5, 6])
+    assert torch.equal(found["raw"], truth)
+    torch.testing.assert_close(found["whole"], truth / truth.norm())
+    torch.testing.assert_close(found["cut"], truth[:3] / truth[:3].norm())
+
+
+def test_scores_go_through_the_models_sigmoid_and_types_reach_it():
+    made = engine(ToyPoolModel(SCORES))
+    pair = {"token_types": (0, 1)}
+    made.inbox.put(ask("as it is", 5, 6, **pair), ask("raw", 5, 6, sigmoid=False, **pair), ask("plain", 5, 6))
+    found = {name: floats(one.numbers)[0] for name, one in drained(made).items()}
+    logit = float(numbers([5, 6], [0, 1])[0])
+    assert found["raw"] == pytest.approx(logit)
+    assert found["as it is"] == pytest.approx(1 / (1 + torch.e**-logit))
+    assert found["plain"] != found["as it is"]
+
+
+def test_a_step_that_raises_ends_its_own_inputs_only(caplog: pytest.LogCaptureFixture):
+    made = engine(ToyPoolModel(broken=7), max_step_tokens=2)
+    made.inbox.put(ask("good", 5), ask("with it", 6), ask("bad", 7, 7), ask("after", 8))
+    found = drained(made)
+    assert {name: one.error for name, one in found.items() if one.error} == {
+        "bad": "the step failed: RuntimeError: a broken token"
+    }
+    assert "step 2 failed; its 1 inputs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "said"),
+    [
+        (ask("r"), "InvalidRequest", "the input is empty"),
+        (ask("r", *[5] * 17), "ContextTooLong", "17 tokens and the model takes 16"),
+        (ask("r", 200), "InvalidRequest", "token id 200: ids are from 0 to 199"),
+        (ask("r", 5, dimensions=SIZE + 1), "InvalidRequest", "not from 1 to 6"),
+        (ask("r", 5, token_types=(0, 1)), "InvalidRequest", "2 types from 0 to 1 for 1 tokens"),
+        (
+            GenerateRequest(request_id="r", prompt_token_ids=(5,), sampling=SamplingParams()),
+            "WrongTask",
+            "embed",
+        ),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(request_: PoolRequest | GenerateRequest, kind: str, said: str):
+    made = engine()
+    made.inbox.put(request_, ask("other", 5))
+    news = made.step()
+    (refused,) = [one for one in news if isinstance(one, Refused)]
+    assert (refused.request_id, refused.error) == ("r", kind)
+    assert said in refused.message
+    assert set(results(news)) == {"other"}
+
+
+def test_matryoshka_lengths_are_those_of_the_config():
+    made = engine(ToyPoolModel(EMBEDS.model_copy(update={"matryoshka": (2, 4)})))
+    made.inbox.put(ask("two", 5, dimensions=2), ask("all", 5, dimensions=SIZE), ask("three", 5, dimensions=3))
+    news = made.step()
+    assert set(results(news)) == {"two", "all"}
+    assert [one.message for one in news if isinstance(one, Refused)] == [
+        "dimensions: this model was trained for 2, 4 and 6; got 3"
+    ]
+
+
+def test_a_full_queue_refuses_and_a_name_in_use_too():
+    made = engine(max_waiting=2)
+    made.inbox.put(ask("a", 5), ask("a", 5), ask("b", 5), ask("c", 5))
+    news = made.step()
+    refused = {one.request_id: one.error for one in news if isinstance(one, Refused)}
+    assert refused == {"a": "InvalidRequest", "c": "Overloaded"}
+    assert set(results(news)) == {"a", "b"}
+
+
+def test_asleep_it_keeps_inputs_and_an_operator_may_end_them():
+    made = engine()
+    made.inbox.put(
+        Sleep(call_id=1, level=1), ask("a", 5), ask("b", 5), EndRequests(call_id=2, request_ids=("b", "x"))
+    )
+    news = made.step()
+    done = {one.call_id: one for one in news if isinstance(one, CallDone)}
+    assert (done[1].state is not None, done[2].count) == (True, 1)
+    assert {name: one.aborted for name, one in results(news).items()} == {"b": True}
+    assert (made.stats().asleep, made.stats().waiting) == (1, 1)
+    made.inbox.put(Wake(call_id=3), KVTarget(call_id=4, target_bytes=None))
+    news = made.step()
+    assert set(results(news)) == {"a"}
+    (no_kv,) = [one for one in news if isinstance(one, CallDone) and one.call_id == 4]
+    assert (no_kv.kind, "no KV memory" in no_kv.error) == ("InvalidRequest", True)
+
+
+def test_a_window_over_the_models_is_a_wrong_setting():
+    with pytest.raises(ConfigError, match="max_model_len=17: the model takes 16 tokens"):
+        PoolEngine(ToyPoolModel(), EngineConfig(max_model_len=17))
+    assert PoolEngine(ToyPoolModel(), EngineConfig(max_model_len=7)).info.max_model_len == 7
