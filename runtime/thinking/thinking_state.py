@@ -17,6 +17,7 @@ token behind that one can be decided all the same. It can, except
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable
 
@@ -24,6 +25,10 @@ from ostinato.runtime.messages import ThoughtBlock, Thoughts
 from ostinato.runtime.output.text_reader import SPACE
 
 _SPACE = SPACE.encode()
+
+
+def _finder(marks: tuple[bytes, ...]) -> Callable[[bytes], re.Match[bytes] | None]:
+    return re.compile(b"|".join(map(re.escape, marks))).search
 
 
 class ThinkingState:
@@ -35,9 +40,10 @@ class ThinkingState:
         self.taken = 0  # tokens of the answer so far
         self.is_over = False  # nothing that may still come is a thought
         self._token_bytes = token_bytes
-        self._blocks = thoughts.blocks
-        self._starts = tuple(block.start.encode() for block in thoughts.blocks)
+        self._blocks = {block.start.encode(): block for block in thoughts.blocks}
+        self._starts = tuple(self._blocks)
         self._ends = tuple(end.encode() for end in thoughts.ends)
+        self._find_start, self._find_end = _finder(self._starts), _finder(self._ends)
         self._anywhere = thoughts.anywhere
         self._kept = max(map(len, (*self._starts, *self._ends))) - 1  # bytes of an unfinished mark
         self._open: ThoughtBlock | None = None
@@ -114,26 +120,25 @@ class ThinkingState:
 
     def _behind_end(self, text: bytes) -> bytes | None:
         """What stands behind the end of the open block; None: it goes on."""
-        found = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
-        if not found:
+        found = self._find_end(text)
+        if found is None:
             self._text = text[-self._kept :] if self._kept else b""
             return None
-        at, end = min(found)
         self._open, self._text = None, b""
         # the end may be the beginning of the next block
-        return text[at:] if any(start.startswith(end) for start in self._starts) else text[at + len(end) :]
+        is_start = any(start.startswith(found.group()) for start in self._starts)
+        return text[found.start() if is_start else found.end() :]
 
     def _behind_start(self, text: bytes) -> bytes | None:
         """What stands behind the start of a block, which is open then; None: there is none yet."""
         if not self._anywhere:
             return self._behind_start_in_front(text)
-        found = [(at, which) for which, start in enumerate(self._starts) if (at := text.find(start)) >= 0]
-        if not found:
+        found = self._find_start(text)
+        if found is None:
             self._text = text[-self._kept :] if self._kept else b""
             return None
-        at, which = min(found)
-        self._begin(self._blocks[which])
-        return text[at + len(self._starts[which]) :]
+        self._begin(self._blocks[found.group()])
+        return text[found.end() :]
 
     def _behind_start_in_front(self, text: bytes) -> bytes | None:
         """Thoughts begin in front of all other text; an end without a start is not text."""
@@ -141,7 +146,7 @@ class ThinkingState:
         strays = self._ends if not self._num_blocks else ()
         while stray := next((end for end in strays if text.startswith(end)), None):
             text = text[len(stray) :].lstrip(_SPACE)
-        for block, start in zip(self._blocks, self._starts, strict=True):
+        for start, block in self._blocks.items():
             if text.startswith(start):
                 self._begin(block)
                 return text[len(start) :]

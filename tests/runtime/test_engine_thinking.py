@@ -175,6 +175,25 @@ def test_a_grammar_begins_behind_the_forced_end(folder: Path, kind: type[Engine]
     assert re.fullmatch("yes|no", got["barred"])  # it may not think, so it answers
 
 
+@BOTH
+def test_a_grammar_that_has_thoughts_itself_takes_the_forced_end_and_starts_are_barred_in_it(
+    folder: Path, kind: type[Engine]
+):
+    given = thoughts(3, words="so ")
+    requests = [
+        thinking(f"r{seed}", given, 200, regex="(q[^qz]*z){0,9}(yes|no)", seed=seed, logit_bias={}, top_k=0)
+        for seed in range(6)
+    ]
+    with grammar_engine(folder, kind) as engine:
+        got = generate(engine, *requests)
+        engine.check()
+    for tokens in got.values():
+        said = text_of([token for token in tokens if token != EOS])
+        assert re.fullmatch("(?s)(q[^qz]*z)*(yes|no)", said)
+        assert Story(given, tokens).spent <= 3
+    assert any("so z" in text_of(tokens) for tokens in got.values())
+
+
 def test_forced_tokens_have_the_log_probabilities_of_the_model(folder: Path):
     given = thoughts(2, words="so: ", begun=True)
     request = thinking("r", given, 10, logprobs=2)
