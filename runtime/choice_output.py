@@ -58,8 +58,12 @@ class ChoiceOutput:
         *,
         shown_special: frozenset[int] = frozenset(),
         one_call: bool = False,
+        lists_stop: bool = False,
     ) -> None:
-        """`shown_special`: special tokens that `parser` reads.  `one_call`: end behind the first call."""
+        """`shown_special`: special tokens that `parser` reads.  `one_call`: end behind the first call.
+
+        `lists_stop`: the stop token is listed, without width, though the text does not show it.
+        """
         self.num_tokens = 0
         self.num_reasoning_tokens = 0  # of them, those of thoughts and of their markers
         self.finished = False
@@ -69,6 +73,7 @@ class ChoiceOutput:
         )
         self._parser = parser
         self._one_call = one_call
+        self._lists_stop = lists_stop
         self._shows_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._lists_tokens = sampling.logprobs is not None
@@ -103,11 +108,14 @@ class ChoiceOutput:
         for at, token_id in enumerate(ids):
             self.num_tokens += 1
             hidden = event.stop_token_id is not None and at == len(ids) - 1 and not self._shows_stop
+            logprob = event.logprobs[at] if at < len(event.logprobs) else None
             if hidden:
+                if self._lists_tokens and self._lists_stop:
+                    self._list(token_id, [], logprob)
                 break
             events = self._read(token_id)
             if self._lists_tokens:
-                self._list(token_id, events, event.logprobs[at] if at < len(event.logprobs) else None)
+                self._list(token_id, events, logprob)
             if self._tell(events, told):
                 return self._end(told, "stop", cut=self._stopped)
         if reason is None:

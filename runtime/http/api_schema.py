@@ -101,7 +101,8 @@ class CompletionRequest(SamplingRequest):
         "the prompt in front of the text; with `logprobs` its tokens too (the first has null)", "false"
     )
     logprobs: Annotated[Whole, Field(ge=0)] | None = optional(
-        "0 to `server.max_logprobs` alternatives; the chosen token is always among `top_logprobs`"
+        "0 to `server.max_logprobs` alternatives; the chosen token is always among `top_logprobs`. An EOS or "
+        "stop token that ends the text is listed too, though the text does not have it"
     )
     best_of: Annotated[Whole, Field(ge=1, le=128)] | None = optional(
         "`n` to `server.max_n`: so many are generated, and the `n` of the highest mean log-probability per "

@@ -49,8 +49,8 @@ def make_choices(
 ) -> list[Choice]:
     """`n` sequences for each prompt, in the order of OpenAI's indices.
 
-    `make_output`: what reads a sequence; else its text is all content.  Each has its own seed: the request's
-    plus its number among the n, or a drawn one.
+    `make_output`: what reads a sequence; else its text is all content, and its stop token is listed.  Each
+    has its own seed: the request's plus its number among the n, or a drawn one.
     """
     choices: list[Choice] = []
     for prompt_ids, params in zip(prompts, sampling, strict=True):
@@ -66,7 +66,10 @@ def make_choices(
                 priority=priority,
                 cache_salt=cache_salt,
             )
-            output = ChoiceOutput(state.text.codec, own) if make_output is None else make_output(own, ids)
+            if make_output is None:
+                output = ChoiceOutput(state.text.codec, own, lists_stop=True)
+            else:
+                output = make_output(own, ids)
             choices.append(Choice(index, request, output))
     return choices
 

@@ -122,10 +122,11 @@ async def test_offsets_slice_the_text_into_the_tokens(chunk: int):
         events = await served.events(PATH, fields)
     choice = whole["choices"][0]
     logprobs, text = choice["logprobs"], choice["text"]
-    offsets = [*logprobs["text_offset"], len(text)]
+    offsets = logprobs["text_offset"]  # the last is that of EOS, which the text does not have
     assert offsets == sorted(set(offsets))
-    assert [text[a:b] for a, b in pairwise(offsets)] == logprobs["tokens"]
-    assert logprobs["token_logprobs"] == [-0.5] * len(ids(" brown fox dog"))
+    assert (offsets[-1], logprobs["tokens"][-1]) == (len(text), "<|im_end|>")
+    assert [text[a:b] for a, b in pairwise(offsets)] == logprobs["tokens"][:-1]
+    assert logprobs["token_logprobs"] == [-0.5] * (len(ids(" brown fox dog")) + 1)
     assert joined(events) == choice
 
 
@@ -133,16 +134,18 @@ async def test_tokens_of_one_character_are_named_by_their_bytes():
     async with serving(answer("a😀")) as served:
         _, whole = await served.post(PATH, {**ASK, "logprobs": 0})
     logprobs = whole["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80"]
-    assert logprobs["text_offset"] == [0, 1, 1, 1, 1]
+    emoji = [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80"]
+    assert logprobs["tokens"] == ["a", *emoji, "<|im_end|>"]
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 1, 2]
 
 
 async def test_top_logprobs_hold_the_chosen_token_and_are_finite():
     async with serving(answer("a")) as served:
         _, whole = await served.post(PATH, {**ASK, "logprobs": 3, "top_k": 1, "temperature": 1})
         _, chosen_only = await served.post(PATH, {**ASK, "logprobs": 0})
-    assert whole["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "<|im_end|>": -9999.0, "!": -2.0}]
-    assert chosen_only["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5}]
+    top = {"a": -0.5, "<|im_end|>": -9999.0, "!": -2.0}
+    assert whole["choices"][0]["logprobs"]["top_logprobs"][0] == top
+    assert chosen_only["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"<|im_end|>": -0.5}]
 
 
 @pytest.mark.parametrize("prompt", ["the quick", ids("the quick")], ids=["text", "ids"])
@@ -155,13 +158,34 @@ async def test_echo_puts_the_prompt_in_front_of_text_tokens_and_offsets(prompt: 
     assert status == 200
     choice = whole["choices"][0]
     assert choice["text"] == "the quick brown"
-    logprobs, total = choice["logprobs"], len(ids("the quick")) + len(ids(" brown"))
+    logprobs, total = choice["logprobs"], len(ids("the quick")) + len(ids(" brown")) + 1
     assert logprobs["token_logprobs"] == [None] + [-0.5] * (total - 1)
     assert logprobs["top_logprobs"][0] is None
-    assert "".join(logprobs["tokens"]) == "the quick brown"
+    assert "".join(logprobs["tokens"]) == "the quick brown<|im_end|>"
     assert len(set(logprobs["text_offset"])) == total
     assert joined(events) == choice
     assert whole["usage"]["completion_tokens"] == len(ids(" brown")) + 1
+
+
+@pytest.mark.parametrize("prompt", [[333], [333, 354], [410 - 1] * 5])
+async def test_scoring_by_echo_finds_every_token_of_the_prompt_whatever_is_generated(prompt: list[int]):
+    """lm-eval reads `token_logprobs[context:-1]`, so one generated token must be there, EOS too."""
+    lengths = []
+    for script in (say([], stop_id=1), say([10], reason="length")):
+        async with serving(script) as served:
+            fields = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+            _, whole = await served.post(PATH, fields)
+            assert joined(await served.events(PATH, fields)) == whole["choices"][0]
+        logprobs = whole["choices"][0]["logprobs"]
+        lengths += [len(one) for one in logprobs.values()]
+    assert lengths == [len(prompt) + 1] * 8
+
+
+async def test_a_stop_string_cuts_the_rows_of_what_is_behind_it():
+    async with serving(answer(" brown fox dog")) as served:
+        _, whole = await served.post(PATH, {**ASK, "logprobs": 0, "stop": [" fox"]})
+    assert whole["choices"][0]["text"] == " brown"
+    assert "".join(whole["choices"][0]["logprobs"]["tokens"]) == " brown"
 
 
 async def test_echo_lists_an_added_bos_without_width():
