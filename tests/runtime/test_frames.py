@@ -20,12 +20,17 @@ from ostinato.runtime.messages import (
     Fatal,
     GenerateRequest,
     KVTarget,
+    PoolRequest,
+    PoolResult,
+    PoolResults,
     Refused,
     ResetPrefixCache,
     SamplingParams,
     Sleep,
     StartProfile,
     StopProfile,
+    ThoughtBlock,
+    Thoughts,
     TokenEvent,
     TokenLogprob,
     Wake,
@@ -43,7 +48,16 @@ INFO = EngineInfo(
 REQUEST = GenerateRequest(
     request_id="a-0",
     prompt_token_ids=tuple(range(300)),
-    sampling=SamplingParams(logit_bias={5: -100.0}, stop=("\n\n", "🐻"), seed=2**63 - 1, logprobs=0),
+    sampling=SamplingParams(
+        logit_bias={5: -100.0},
+        stop=("\n\n", "🐻"),
+        seed=2**63 - 1,
+        logprobs=0,
+        thinking_token_budget=7,
+        thoughts=Thoughts(
+            budget=7, blocks=(ThoughtBlock(start="<｜é｜>", closing=(5, 6), mark=1),), ends=("</é>",), begun=0
+        ),
+    ),
     cache_salt="é",
 )
 EVENT = TokenEvent(
@@ -72,6 +86,10 @@ MESSAGES = [
     EndRequests(call_id=5, request_ids=("a-0",)),
     StartProfile(call_id=6, seconds=0.5),
     StopProfile(call_id=7),
+    PoolRequest(request_id="d", token_ids=(1, 2), token_types=(0, 1), normalize=True),
+    PoolResults(
+        results=(PoolResult(request_id="d", numbers="AACAPw=="), PoolResult(request_id="e", error="NaN"))
+    ),
 ]
 
 
