@@ -72,12 +72,13 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def get_response(request: web.Request) -> web.StreamResponse:
     """A response as far as it is; with `stream=true` its events, if it is one of the background."""
     responses, name, owner = request.app[RESPONSES], request.match_info["id"], _owner()
-    body = responses.body(name, owner)
-    if request.query.get("stream", "false") == "false":
-        return _json(body)
-    if request.query["stream"] != "true":
+    stream = request.query.get("stream", "false")
+    if stream not in ("true", "false"):
         raise InvalidRequest("stream: must be true or false", param="stream")
     first = _number(request, "starting_after", -1, most=2**31) + 1
+    body = responses.body(name, owner)
+    if stream == "false":
+        return _json(body)
     if not responses.has_frames(name, owner):
         raise InvalidRequest(
             "stream: only responses made with background=true and stream=true can be streamed again",
@@ -108,11 +109,11 @@ async def delete_response(request: web.Request) -> web.Response:
 
 async def list_input_items(request: web.Request) -> web.Response:
     """The input of a response by pages, newest first unless `order=asc`."""
-    stored = request.app[RESPONSES].stored(request.match_info["id"], _owner())
     limit = _number(request, "limit", _LISTED, most=_MOST_LISTED, least=1)
     order, after = request.query.get("order", "desc"), request.query.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order: must be asc or desc", param="order")
+    stored = request.app[RESPONSES].stored(request.match_info["id"], _owner())
     items = [ITEM.validate_json(item) for item in stored.input_items]
     texts = dict(zip([item.id or "" for item in items], stored.input_items, strict=True))
     ids = list(texts) if order == "asc" else list(texts)[::-1]

@@ -249,3 +249,25 @@ async def test_a_background_response_counts_among_the_requests_of_its_key_and_en
         async with asyncio.timeout(5):
             await served.task
         assert (served.engine.running, running.allowance.running) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("", "stream=yes", "stream"),
+        ("", "starting_after=2147483649", "starting_after"),  # also where nothing is streamed
+        ("", "starting_after=-1", "starting_after"),
+        ("", "stream=false&starting_after=x", "starting_after"),
+        ("/input_items", "limit=0", "limit"),
+        ("/input_items", "limit=101", "limit"),
+        ("/input_items", "order=up", "order"),
+    ],
+)
+async def test_wrong_query_parameters_are_refused_whatever_else_is_asked(
+    served: Served, path: str, query: str, param: str
+):
+    key = {"Authorization": "Bearer secret"}
+    _, made = await served.post("/v1/responses", {"input": "a"}, **key)
+    for name in (made["id"], "resp_nothing"):
+        status, body = await served.get(f"/v1/responses/{name}{path}?{query}", **key)
+        assert (status, body["error"]["param"]) == (400, param)
