@@ -10,6 +10,7 @@ from ostinato.errors import ConfigError
 # Name of a number, and whether more of it is better. What a result lacks is left out.
 NUMBERS: dict[str, bool] = {
     "request_per_s": True,
+    "input_per_s": True,
     "output_tok_s": True,
     "total_tok_s": True,
     "goodput_per_s": True,

@@ -13,7 +13,7 @@ from ostinato.bench.answer_tally import AnswerTally, read_usage
 from ostinato.bench.load_item import LoadItem
 from ostinato.bench.request_record import RequestRecord
 from ostinato.bench.sse import EventReader
-from ostinato.bench.target import BodyMaker, TargetSettings, headers_of, streams, url_of
+from ostinato.bench.target import BACKENDS, BodyMaker, TargetSettings, headers_of, streams, url_of
 
 _SHOWN = 300  # characters of an error body that are kept
 
@@ -42,6 +42,7 @@ class Sender:
         self._http = http
         self._url = url_of(target)
         self._streams = streams(target)
+        self._entries = BACKENDS[target.backend].entries
         self._bodies = BodyMaker(target, model)
         self._clock = clock
 
@@ -74,7 +75,10 @@ class Sender:
                     tally.close(clock() - began)
                     text = "".join(tally.text)
                 else:
-                    text = _read_whole(record, await response.json(content_type=None))
+                    answer = await response.json(content_type=None)
+                    text = _read_whole(record, answer)
+                    if self._entries and not record.error:
+                        _count_entries(record, answer.get(self._entries), _wanted(item))
                     record.ok = not record.error
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             record.ok = False
@@ -88,6 +92,20 @@ class Sender:
         if keeps_text:
             record.text = text
         return text
+
+
+def _wanted(item: LoadItem) -> int:
+    """Vectors or scores that an item asks for."""
+    return len(item.documents or item.inputs or item.turns)
+
+
+def _count_entries(record: RequestRecord, entries: Any, wanted: int) -> None:
+    """An answer with too few entries has failed, whatever its status."""
+    if not isinstance(entries, list) or not 0 < len(entries) <= wanted:
+        found = len(entries) if isinstance(entries, list) else "no list of"
+        record.error = f"{found} results for {wanted} inputs"
+        return
+    record.inputs = wanted
 
 
 def _read_whole(record: RequestRecord, answer: Any) -> str:

@@ -57,6 +57,7 @@ def summarize(records: Sequence[RequestRecord], settings: SummarySettings) -> di
     output = sum(record.output_tokens or 0 for record in done)
     prompt = sum(record.prompt_tokens or 0 for record in done)
     cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
+    inputs = [record.inputs for record in done if record.inputs is not None]
     busy_s = sum(record.end_at for record in records)
     limits = read_goodput(settings.goodput)
     good = sum(1 for record in done if _within(record, limits))
@@ -69,9 +70,11 @@ def summarize(records: Sequence[RequestRecord], settings: SummarySettings) -> di
         "prompt_tokens": prompt,
         "cached_tokens": sum(cached) if cached else None,
         "cached_fraction": _ratio(sum(cached), prompt) if cached else None,
+        "inputs": sum(inputs) if inputs else None,
+        "input_per_s": _ratio(sum(inputs), duration) if inputs else None,
         "output_tokens": output,
         "output_tokens_from": dict(Counter(r.output_tokens_from for r in done if r.output_tokens_from)),
-        "output_tok_s": _ratio(output, duration),
+        "output_tok_s": None if inputs else _ratio(output, duration),
         "total_tok_s": _ratio(prompt + output, duration),
         "peak_output_tok_s": _peak_rate(done, start),
         "mean_concurrency": _ratio(busy_s, duration),
@@ -127,7 +130,7 @@ def _steady(records: Sequence[RequestRecord], settings: SummarySettings) -> dict
         return None
     begin, end = steps[full[0]][0], steps[full[-1] + 1][0]
     inside = [r for r in records if r.ok and begin <= r.end_s <= end]
-    tokens = 0.0
+    tokens, generates = 0.0, all(record.inputs is None for record in records)
     for record in records:
         if record.ok and record.token_times_at:
             each = (record.output_tokens or 0) / len(record.token_times_at)
@@ -139,7 +142,7 @@ def _steady(records: Sequence[RequestRecord], settings: SummarySettings) -> dict
         "end_s": end,
         "completed": len(inside),
         "request_per_s": _ratio(len(inside), end - begin),
-        "output_tok_s": _ratio(tokens, end - begin),
+        "output_tok_s": _ratio(tokens, end - begin) if generates else None,
         **_latencies(inside, settings.percentiles),
     }
 

@@ -40,13 +40,14 @@ class Backend(NamedTuple):
 
     path: str
     streams: bool
+    entries: str = ""  # where its answer has a list with an entry for each input
 
 
 BACKENDS: dict[str, Backend] = {
     "openai": Backend("/v1/completions", True),
     "openai-chat": Backend("/v1/chat/completions", True),
-    "embeddings": Backend("/v1/embeddings", False),
-    "rerank": Backend("/v1/rerank", False),
+    "embeddings": Backend("/v1/embeddings", False, "data"),
+    "rerank": Backend("/v1/rerank", False, "results"),
 }
 
 

@@ -13,6 +13,7 @@ _COUNTS = (
     ("load_s", "loading", "s"),
     ("duration_s", "duration", "s"),
     ("request_per_s", "requests", "/s"),
+    ("input_per_s", "texts embedded or ranked", "/s"),
     ("output_tok_s", "output tokens", "/s"),
     ("total_tok_s", "all tokens", "/s"),
     ("peak_output_tok_s", "peak output tokens", "/s"),

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from ostinato.errors import ArtifactError, ConfigError
+from ostinato.graph.facts import PoolingFacts
 from ostinato.runtime.artifact import WEIGHTS, Manifest, check_fit, read_manifest, verify_files
 from ostinato.runtime.weight_pack import load_packed
 from ostinato.tools.flags import user_path
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(manifest: Manifest) -> str:
     """The whole report but weights and code."""
     facts, proof = manifest.facts, manifest.proof
+    generates = facts.pooling is None
     windows = sorted({a.window for a in facts.attention})
     itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[facts.dtype]
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in manifest.compile_seconds.items())
@@ -60,7 +62,9 @@ def describe(manifest: Manifest) -> str:
         f"model      {facts.architecture} from {manifest.source}, {facts.dtype}",
         f"           {len(facts.attention)} attention layers, vocabulary {facts.vocab_size}, window "
         f"{facts.max_model_len} tokens, sliding windows {windows if windows != [0] else 'none'}",
-        f"KV         {facts.kv_token_bytes(itemsize)} bytes per token in {len(facts.kv_layers)} layers",
+        f"KV         {facts.kv_token_bytes(itemsize)} bytes per token in {len(facts.kv_layers)} layers"
+        if facts.pooling is None
+        else pooling_line(facts.pooling),
         f"target     {manifest.target.device} {manifest.target.machine}: "
         + " ".join(manifest.target.features),
         f"made       {manifest.created}, ostinato {manifest.ostinato}, torch {manifest.torch}, transformers "
@@ -74,13 +78,25 @@ def describe(manifest: Manifest) -> str:
         "plans      "
         + ", ".join(f"{plan.first} to {plan.last} tokens: {plan.program}" for plan in manifest.plans),
         f"weights    {manifest.weights_bytes / 2**20:.1f} MiB",
-        f"proof      {proof.tokens} tokens against float64: logits off by {proof.max_error:.3g} "
-        f"(allowed {proof.budget:.3g}; unfused graph {proof.unfused_error:.3g}), "
-        f"KV by {proof.kv_max_error:.3g} (allowed {proof.kv_budget:.3g}), "
-        f"same best token on every row: {'yes' if proof.argmax_equal else 'no'}",
+        f"proof      {proof.tokens} tokens against float64: {'logits' if generates else 'results'} off by "
+        f"{proof.max_error:.3g} (allowed {proof.budget:.3g}; unfused graph {proof.unfused_error:.3g})"
+        + (
+            f", KV by {proof.kv_max_error:.3g} (allowed {proof.kv_budget:.3g}), "
+            f"same best token on every row: {'yes' if proof.argmax_equal else 'no'}"
+            if generates
+            else ""
+        ),
         "files      " + ", ".join(f"{name} {record.bytes:,} B" for name, record in manifest.files.items()),
     ]
     return "\n".join(lines)
+
+
+def pooling_line(pooling: PoolingFacts) -> str:
+    """What a model that embeds or scores gives."""
+    if pooling.task == "score":
+        return "scores     of pairs of texts" + (", through a sigmoid" if pooling.sigmoid else "")
+    length = ", length 1" if pooling.normalize else ""
+    return f"embeds     {pooling.size} numbers, pooling {pooling.pooling}{length}"
 
 
 def pass_table(manifest: Manifest) -> str:

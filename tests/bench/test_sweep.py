@@ -142,10 +142,12 @@ async def test_a_conversation_carries_the_servers_answers_and_waits_between_turn
 
 async def test_embeddings_and_rerank_have_a_latency_and_no_tokens():
     async def embed(request, body):
-        return web.json_response({"data": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}})
+        return web.json_response(
+            {"data": [{}] * len(body["input"]), "usage": {"prompt_tokens": 9, "total_tokens": 9}}
+        )
 
     async def rank(request, body):
-        return web.json_response({"results": [], "usage": {"total_tokens": 4}})
+        return web.json_response({"results": [{}], "usage": {"total_tokens": 4}})
 
     async with scripted({"/v1/embeddings": embed, "/v1/rerank": rank}) as server:
         _, (one,) = await sweep(server.url, target={"backend": "embeddings"}, data={"batch_size": 3})
@@ -154,15 +156,24 @@ async def test_embeddings_and_rerank_have_a_latency_and_no_tokens():
             await sweep(server.url, target={"backend": "rerank"})
     assert len(server.bodies[0][1]["input"]) == 3
     assert len(server.bodies[-1][1]["documents"]) == 8
-    for point, prompt in ((one, 54), (two, 24)):
+    for point, prompt, texts in ((one, 54, 18), (two, 24, 48)):
         run = point["runs"][0]
-        assert (run["completed"], run["prompt_tokens"], run["ttft_ms"], run["output_tok_s"]) == (
-            6,
-            prompt,
-            None,
-            0,
-        )
+        assert (run["completed"], run["prompt_tokens"], run["inputs"]) == (6, prompt, texts)
+        assert (run["ttft_ms"], run["output_tok_s"]) == (None, None)
+        assert run["input_per_s"] == pytest.approx(texts / run["duration_s"])
         assert run["latency_ms"]["mean"] > 0
+
+
+@pytest.mark.parametrize("entries", [[], None, [{}] * 4])
+async def test_an_answer_with_another_number_of_vectors_has_failed(entries):
+    async def embed(request, body):
+        return web.json_response({"data": entries})
+
+    async with scripted({"/v1/embeddings": embed}) as server:
+        target = {"backend": "embeddings", "ready_timeout_s": 0}
+        _, (point,) = await sweep(server.url, target=target, data={"batch_size": 3})
+    (said,) = point["runs"][0]["errors"]
+    assert said.endswith("results for 3 inputs")
 
 
 async def test_an_answer_in_one_piece_has_no_first_token():

@@ -4,18 +4,23 @@ import asyncio
 import base64
 import struct
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 import torch
 
+from ostinato.bench.load_item import LoadItem
+from ostinato.bench.ready import find_model
+from ostinato.bench.request_record import RequestRecord
+from ostinato.bench.sender import Sender, open_session
+from ostinato.bench.target import TargetSettings
 from ostinato.runtime.http import answer_schema as answers
 from tests.support.fake_engine import say
 from tests.support.pool_serving import pool_serving
 from tests.support.serving import Served, serving
 from tests.support.tiny_encoders import words
-from tests.support.toy_pool_model import SCORES, ToyPoolModel, numbers
+from tests.support.toy_pool_model import EMBEDS, SCORES, ToyPoolModel, numbers
 
 EMBED, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 
@@ -215,6 +220,24 @@ async def test_a_client_that_leaves_ends_the_work():
 async def _metrics(served: Served) -> tuple[int, str]:
     async with served.http.get(served.url + "/metrics") as response:
         return response.status, await response.text()
+
+
+@pytest.mark.parametrize(
+    ("backend", "item", "inputs", "tokens"),
+    [
+        ("embeddings", LoadItem(["w5"], inputs=["w5", "w6 w7"]), 2, 3 + 4),
+        ("rerank", LoadItem(["w5"], documents=["w6", "w7", "w8 w9"]), 3, 5 + 5 + 6),
+    ],
+)
+async def test_the_load_tool_measures_these_routes(
+    backend: Literal["embeddings", "rerank"], item: LoadItem, inputs: int, tokens: int
+):
+    async with pool_serving(ToyPoolModel(SCORES if backend == "rerank" else EMBEDS)) as served:
+        target = TargetSettings(url=served.url, backend=backend)
+        async with open_session(target) as http:
+            sender, record = Sender(http, target, await find_model(http, target)), RequestRecord(0)
+            await sender.send(item, record)
+    assert (record.ok, record.error, record.inputs, record.prompt_tokens) == (True, "", inputs, tokens)
 
 
 async def test_failures_of_the_engine_have_one_answer_and_leave_others_alone():
