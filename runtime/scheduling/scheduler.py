@@ -194,8 +194,7 @@ class Scheduler:
         failed = failed or {}
         assert self._in_flight, "complete() without a plan in flight"
         assert self._in_flight[0][0] is plan, "plans are settled in the order in which they were made"
-        _, sequences = self._in_flight.popleft()
-        outcomes: list[Outcome] = []
+        sequences, outcomes = self._in_flight.popleft()[1], list[Outcome]()
         ended, leaving, size = Phase.ENDED, Phase.LEAVING, self.pool.block_tokens
         for entry, sequence in zip(plan.entries, sequences, strict=True):
             sequence.in_flight -= 1
