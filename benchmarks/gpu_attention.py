@@ -39,7 +39,7 @@ DECODE = [("8b", batch, context) for context in (512, 4096) for batch in (1, 8, 
 DECODE += [("smol", batch, 512) for batch in (1, 8, 32)]
 PREFILL = [("8b", 512), ("8b", 2048), ("8b", 4096), ("smol", 2048)]
 ROPE = [("8b", 1), ("8b", 32), ("8b", 256), ("8b", 4096), ("smol", 1)]
-FUSED = [("8b", 1), ("8b", 8), ("8b", 32), ("8b", 128), ("smol", 1), ("smol", 32)]
+FUSED = [("8b", batch) for batch in (1, 8, 16, 32, 64, 128, 256)] + [("smol", 1), ("smol", 32)]
 
 
 class Step(NamedTuple):

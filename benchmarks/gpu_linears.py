@@ -8,9 +8,10 @@ weights of its own, so that nothing is found in L2.  Ours (norm, residual and ac
 captured as a chain over many copies of the weight.  TB/s counts the bytes of weights only.
 
 `--tune all` first times every candidate of every shape, and writes the best to ops/tuned/<gpu>.json; `tiles`
-keeps what that table has of the Triton kernels and tries the tiles of wgmma_linear beside it.  A run without
-it uses that file where it exists, and the written default elsewhere.  Every variant is compiled
-before, in processes of their own, and every configuration that is timed is checked.
+keeps what that table has of the Triton kernels and tries the tiles of wgmma_linear beside it.  An output
+projection is timed behind the attention that makes its x.  A run without it uses that file where it exists,
+and the written default elsewhere.  Every variant is compiled before, in processes of their own, and every
+configuration that is timed is checked.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_attention import MODELS as ATTENTION
+from benchmarks.gpu_attention import step as attention_step
 from benchmarks.gpu_graphs import captured, copy_speed, race
 from benchmarks.linear_layers import EPS, MODELS, WORST_ERROR, Bench, Layer, Model, check, ours, parts
 from benchmarks.record import ROOT, Row, header, write_record
-from ostinato.ops import add_rms_norm, rms_norm, silu_mul, wgmma_linear
+from ostinato.ops import add_rms_norm, paged_attention, rms_norm, silu_mul, wgmma_linear
 from ostinato.ops.gpu_kernels import STORE
 from ostinato.ops.skinny_rows import MAX_TOKENS, Config, token_block
 from ostinato.ops.tuning import CLASSES
@@ -41,6 +45,7 @@ from ostinato.ops.wgmma_linear import Tile
 from ostinato.runtime.gpu.kernel_workers import compile_all as compile_tiles
 
 TUNED = ROOT / "ops" / "tuned"
+CONTEXT = 512  # keys of the attention before an output projection
 
 Key = tuple[bool, int, int, int]  # is gated, most tokens, outputs, width
 Way = Config | Tile
@@ -56,15 +61,44 @@ def layer_graphs(
 ) -> tuple[list[torch.cuda.CUDAGraph], int]:
     """Graphs of the configurations, then of the parts and of F.linear alone; launches in each."""
     weights, x, residual = bench.chain(layer, num_tokens)
+    set_carveout(num_tokens)
     for config in configs:
         check(layer, x, weights[0], bench.norm, residual, config)
+    attended = attention(layer, x)
+
+    def graph(product: Callable[[Tensor, Tensor], Tensor]) -> torch.cuda.CUDAGraph:
+        return captured(lambda: [product(attended(at), w) for at, w in enumerate(weights)])
+
     graphs = [
-        captured(lambda: [ours(layer, x, w, bench.norm, residual, config) for w in weights])  # noqa: B023  # called at once
+        graph(lambda x, w: ours(layer, x, w, bench.norm, residual, config))  # noqa: B023  # called at once
         for config in configs
     ]
-    graphs.append(captured(lambda: [parts(layer, x, w, bench.norm, residual) for w in weights]))
-    graphs.append(captured(lambda: [F.linear(x, w) for w in weights]))
+    graphs.append(graph(lambda x, w: parts(layer, x, w, bench.norm, residual)))
+    graphs.append(graph(F.linear))
     return graphs, len(weights)
+
+
+def set_carveout(num_tokens: int) -> None:
+    """As the engine has it."""
+    STORE.carveout = 50 if num_tokens == 1 else 100
+
+
+def attention(layer: Layer, x: Tensor) -> Callable[[int], Tensor]:
+    """The x of each copy of a layer: for an output projection what attention to 512 keys gives, else `x`.
+
+    Weights that are on their way while it runs are half of what such a layer costs.
+    """
+    heads = next((m for m in ATTENTION.values() if m.heads * m.size == layer.width), None)
+    if heads is None or not layer.has_residual or layer.num_out != layer.width:
+        return lambda _: x
+    given = attention_step(heads, len(x), CONTEXT, 1)
+    rest = given.tables, given.lengths, given.starts, given.scale, 0, 0.0
+
+    def attended(at: int) -> Tensor:
+        planes = given.planes[at % len(given.planes)]
+        return paged_attention.OP(given.q, *planes, *rest).view(len(x), layer.width)
+
+    return attended
 
 
 def candidates(layer: Layer, num_tokens: int, tuned: Choices | None) -> list[Way]:
@@ -90,11 +124,13 @@ def tiles(layer: Layer, num_tokens: int) -> list[Way]:
     return list(dict.fromkeys(wanted))
 
 
-def tune(bench: Bench, layers: Sequence[Layer], tuned: Choices | None) -> list[dict[str, Any]]:
+def tune(
+    bench: Bench, layers: Sequence[Layer], classes: Sequence[int], tuned: Choices | None
+) -> list[dict[str, Any]]:
     """The best configuration of each layer and class of tokens: a first look at all, then a race of three."""
     made = []
     for layer in layers:
-        for num_tokens in CLASSES:
+        for num_tokens in classes:
             configs = candidates(layer, num_tokens, tuned)
             graphs, count = layer_graphs(bench, layer, num_tokens, configs)
             num_bytes = count * layer.num_bytes
@@ -139,6 +175,8 @@ def stack_graphs(bench: Bench, spec: Model, num_tokens: int, choices: Choices) -
     norm = bench.norm[: qkv.width]
     embedded = torch.randn(num_tokens, qkv.width, device="cuda").bfloat16()
     config = {layer: choices.get(key_of(layer, num_tokens)) for layer in spec.layers.values()}
+
+    set_carveout(num_tokens)
 
     def run_ours() -> Tensor:
         x, each = embedded, iter(weights)
@@ -281,7 +319,10 @@ def read_choices(path: Path) -> Choices:
 def write_choices(made: list[dict[str, Any]]) -> None:
     path = tuned_path()
     path.parent.mkdir(exist_ok=True)
-    lines = ",\n".join(f"  {json.dumps(choice)}" for choice in made)
+    shape = itemgetter("op", "tokens", "out", "width", "dtype")
+    before = json.loads(path.read_text())["choices"] if path.exists() else []
+    rows = {shape(choice): choice for choice in [*before, *made]}
+    lines = ",\n".join(f"  {json.dumps(choice)}" for choice in rows.values())
     about = json.dumps(header(), indent=1)
     path.write_text(f'{{\n"header": {about},\n"choices": [\n{lines}\n]\n}}\n')
     print(f"written: {path.relative_to(ROOT)}")
@@ -297,7 +338,12 @@ def main() -> None:
         "--layer-tokens", type=int, nargs="*", default=[1, 8, 32, 128, 256], help="for single layers"
     )
     parser.add_argument("--tune", choices=["all", "tiles"], help="tiles: and what the table has already")
+    parser.add_argument("--classes", type=int, nargs="+", choices=CLASSES, default=CLASSES, help="to tune")
+    parser.add_argument("--layers", nargs="*", default=[], help="to tune: qkv, o, gate_up, down, head; all")
     arguments = parser.parse_args()
+    named = {
+        layer for model in MODELS.values() for name, layer in model.layers.items() if name in arguments.layers
+    }
     layers = list(dict.fromkeys(layer for name in arguments.models for layer in MODELS[name].layers.values()))
     todo = jobs(layers, arguments.tune == "all")
     took = compile_all(todo)
@@ -312,7 +358,8 @@ def main() -> None:
         if arguments.tune:
             began = time.perf_counter()
             tuned = read_choices(tuned_path()) if arguments.tune == "tiles" else None
-            write_choices(tune(bench, layers, tuned))
+            some = [layer for layer in layers if not arguments.layers or layer in named]
+            write_choices(tune(bench, some, arguments.classes, tuned))
             made.append(Row.of("gpu_linears_tune_s", [time.perf_counter() - began], "s", None, "none"))
         choices = read_choices(tuned_path())
         for name in arguments.models:

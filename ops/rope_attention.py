@@ -2,9 +2,9 @@
 
 Shapes, types and rounding as of those two.  It writes the tokens that seq_lens covers, and their slots must
 be where block_tables has them, as the attention would otherwise not read what was written.
-On a GPU a step of at most as many tokens as sequences (decode) is one launch: a program of paged_decode
-rotates its queries itself, and writes the new keys of its run before it reads them.  Other steps are the two
-ops.
+On a GPU a step of at most as many tokens as sequences (decode), and of few, is one launch: a program of
+paged_decode rotates its queries itself, and writes the new keys of its run before it reads them.  Other steps
+are the two ops.
 """
 
 from typing import Any
@@ -16,6 +16,8 @@ from ostinato.ops import paged_attention, rope_kv_write
 from ostinato.ops.check import check_dense_planes, check_types
 from ostinato.ops.launch import KERNEL_FLOATS
 from ostinato.ops.paged_decode import NewKeys, decode
+
+MOST_TOGETHER = 32  # tokens: with more, the time of a launch is less than that of rotating in every program
 
 
 def rope_attention_reference(
@@ -110,7 +112,8 @@ def _launch(
         interleaved,
     )
     step = block_tables_SM, seq_lens_S, query_start
-    if q_THD.shape[0] > seq_lens_S.shape[0] or block_tables_SM.numel() == 0:
+    num_tokens, num_sequences = q_THD.shape[0], seq_lens_S.shape[0]
+    if num_tokens > min(num_sequences, MOST_TOGETHER) or block_tables_SM.numel() == 0:
         turned = rope_kv_write._launch(
             q_THD,
             k_TGD,

@@ -6,8 +6,8 @@ norm_weight, bias and residual may each be missing.
 Types: fp16, bf16, fp32 (reference also fp64), one for all but norm_weight, which may be float32.
 Rounding: the reference rounds where rms_norm, F.linear and an addition do.  The kernel here, for 1 to 16
 tokens, sums in float32 and rounds once, at the end; its tensor cores get a rounded
-x * (norm_weight + offset).  Tiles (wgmma_linear, up to 256 tokens) take a rounded norm and round once more, at the end.  More tokens go
-through the parts.  `skinny_ways` chooses.
+x * (norm_weight + offset).  Tiles (wgmma_linear, up to 256 tokens) take a rounded norm and round once more,
+at the end.  More tokens go through the parts.  `skinny_ways` chooses.
 Tokens of one launch do not depend on each other, and sums have one order: results are deterministic.
 """
 

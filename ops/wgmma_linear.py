@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.cuda_source import MAX_SHARED, CudaKernel, Matrix, can_map, matrix_map
-from ostinato.ops.gpu_kernels import capability
+from ostinato.ops.gpu_kernels import STORE, capability
 
 ACTIVATIONS = ("", "silu", "gelu_tanh")
 MAX_TOKENS = 256  # above, the library is faster on an H200
@@ -175,7 +175,8 @@ def launch(
     share = tile.share if token_tiles > 1 else 1
     stage_bytes = (token_rows + tile.rows) * 128
     spare = max(0, 64 * 128 - stage_bytes)  # fewer tokens than a multiplication reads: it runs on behind
-    stages = min((MAX_SHARED - spare - 1024) // (stage_bytes + 16), _MAX_STAGES)
+    room = MAX_SHARED * STORE.carveout // 100  # what other kernels of the step leave to shared memory
+    stages = min((room - spare - 1024) // (stage_bytes + 16), _MAX_STAGES)
     if tile.split > 1:  # the ring takes the sums of all threads at the end
         spare = max(spare, groups * 64 * tile.rows * 4 - stages * stage_bytes)
     outputs = tile.rows // 2 if is_gated else tile.rows

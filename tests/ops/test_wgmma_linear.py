@@ -1,7 +1,8 @@
 """Tiles: what a launch is made of, anywhere; the kernel itself on a Hopper GPU; its compilation by NVRTC."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor
 from ostinato.errors import EngineError
 from ostinato.ops import cuda_source, skinny_gated, skinny_linear, wgmma_linear
 from ostinato.ops.cuda_source import MAX_SHARED, Matrix, can_map
-from ostinato.ops.gpu_kernels import Variant
+from ostinato.ops.gpu_kernels import STORE, Variant
 from ostinato.ops.skinny_gated import skinny_gated_reference
 from ostinato.ops.skinny_linear import skinny_linear_reference
 from ostinato.ops.wgmma_linear import CANDIDATES, Tile, check_tile, default_tile
+from ostinato.runtime.gpu.kernel_workers import compile_all
 from tests.support.budget import assert_within_budget
 
 SIZES = (1, 7, 8, 9, 33, 64, 65, 128, 129, 192, 200, 256)
@@ -201,49 +203,66 @@ def wide(args: Sequence[Any]) -> list[Any]:
     return [arg.double() if isinstance(arg, Tensor) else arg for arg in args]
 
 
+def run_all(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    """The outputs of launches whose kernels are compiled before, several at once."""
+    with STORE.recording(is_dry=True) as wanted:
+        for call in calls:
+            call()
+    tiles = [v for v in wanted.variants.values() if v.module == wgmma_linear.__name__]
+    for binary, cubin in compile_all(STORE.missing(tiles), 90):
+        STORE.add(binary, cubin)
+    return [call() for call in calls]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_linear_layers_match_float64_within_the_budget(dtype: torch.dtype) -> None:
+    cases = []
     for num_tokens in SIZES:
         for num_rows, width in ((6144, 4096), (1000, 584), (64, 64)):
             x, weight, bias, norm, residual = made(num_tokens, num_rows, width, dtype)
+            tile = default_tile(num_tokens, num_rows, False, 132)
             for added in ((bias, norm, residual), (None, None, residual), (None, None, None)):
-                args = (x, weight, added[0], added[1], 1e-6, 0.0, True, added[2])
-                tile = default_tile(num_tokens, num_rows, False, 132)
-                ours = skinny_linear.launch(*args, config=tile)
-                truth, plain = skinny_linear_reference(*wide(args)), skinny_linear_reference(*args)
-                assert_within_budget(ours, truth, plain)
+                cases.append(((x, weight, added[0], added[1], 1e-6, 0.0, True, added[2]), tile))
+    launch = skinny_linear.launch
+    outs = run_all([partial(launch, *args, config=tile) for args, tile in cases])
+    for out, (args, _) in zip(outs, cases, strict=True):
+        truth, plain = skinny_linear_reference(*wide(args)), skinny_linear_reference(*args)
+        assert_within_budget(out, truth, plain)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated_layers_match_float64_within_the_budget(activation: str) -> None:
+    cases = []
     for num_tokens in SIZES:
-        for num_rows, width in ((28672, 4096), (1008, 584), (64, 64)):
+        for num_rows, width in ((14336, 4096), (1008, 584), (64, 64)):
             x, weight, _, norm, _ = made(num_tokens, num_rows, width, torch.bfloat16)
-            args = (x, weight, norm, 1e-6, 0.0, True, activation)
             tile = default_tile(num_tokens, num_rows // 2, True, 132)
-            ours = skinny_gated.launch(*args, config=tile)
-            truth, plain = skinny_gated_reference(*wide(args)), skinny_gated_reference(*args)
-            assert_within_budget(ours, truth, plain)
+            cases.append(((x, weight, norm, 1e-6, 0.0, True, activation), tile))
+    outs = run_all([partial(skinny_gated.launch, *args, config=tile) for args, tile in cases])
+    for out, (args, _) in zip(outs, cases, strict=True):
+        truth, plain = skinny_gated_reference(*wide(args)), skinny_gated_reference(*args)
+        assert_within_budget(out, truth, plain)
 
 
 @pytest.mark.gpu
 def test_a_row_does_not_depend_on_its_company_and_padding_may_hold_anything() -> None:
+    x, weight, bias, _, residual = made(256, 1024, 512, torch.bfloat16)
+    calls, about = [], []
     for num_tokens in (5, 60, 100, 190, 250):
-        x, weight, bias, _, residual = made(256, 1024, 512, torch.bfloat16)
+        whole = x.clone()
+        whole[num_tokens:] = float("nan")
+        size = next(c for c in (8, 64, 128, 192, 256) if c >= num_tokens)  # a shape of the same kernel
         for tile in {*CANDIDATES[min(-(-num_tokens // 64), 4)]}:
-            first, whole = x[:num_tokens], x.clone()
-            whole[num_tokens:] = float("nan")
-            size = next(c for c in (8, 64, 128, 192, 256) if c >= num_tokens)  # a shape of the same kernel
-            outs = [
-                skinny_linear.launch(
-                    rows, weight, bias, None, 0.0, 0.0, False, residual[: len(rows)], config=tile
-                )
-                for rows in (first, first, whole[:size])
-            ]
-            assert torch.equal(outs[0], outs[1])
-            assert torch.equal(outs[0], outs[2][:num_tokens]), (num_tokens, tile)
+            for rows in (x[:num_tokens], x[:num_tokens], whole[:size]):
+                given = {"bias_N": bias, "residual": residual[: len(rows)], "config": tile}
+                calls.append(partial(skinny_linear.launch, rows, weight, **given))
+            about.append((num_tokens, tile))
+    outs = iter(run_all(calls))
+    for (num_tokens, tile), first, again, company in zip(about, outs, outs, outs, strict=True):
+        assert torch.equal(first, again), (num_tokens, tile)
+        assert torch.equal(first, company[:num_tokens]), (num_tokens, tile)
 
 
 @pytest.mark.gpu
