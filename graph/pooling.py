@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ostinato.errors import ModelError
+from ostinato.errors import ConfigError, ModelError
 from ostinato.graph.checkpoint import read_header, read_tensors
 from ostinato.graph.config import GraphConfig
 from ostinato.graph.source import ModelSource
@@ -54,11 +54,16 @@ class PoolingPlan(NamedTuple):
 
 
 def pooling_plan(source: ModelSource, config: GraphConfig) -> PoolingPlan | None:
-    """None: a model that generates. Raises ModelError for what cannot be carried."""
+    """None: a model that generates. Raises ModelError for what cannot be carried, ConfigError."""
     task = config.task if config.task != "auto" else _task(source)
+    wanted = None if config.pooling == "auto" else config.pooling
+    if wanted is not None and task != "embed":
+        raise ConfigError(
+            f"graph.pooling={wanted}: {source.path.name} is a model to {task} with, and only those to embed "
+            "with are pooled so; drop it, or set graph.task=embed"
+        )
     if task == "generate":
         return None
-    wanted = None if config.pooling == "auto" else config.pooling
     folder = source.path if source.kind == "hf" else None
     limit = _max_tokens(folder) if folder is not None else None
     if task == "score":
@@ -66,7 +71,16 @@ def pooling_plan(source: ModelSource, config: GraphConfig) -> PoolingPlan | None
     if folder is None or not (folder / MODULES).is_file():
         return PoolingPlan("embed", wanted, True, (), limit, _matryoshka(source))
     pooling, normalize, dense = _read_modules(folder)
+    _warn_of_text_rules(folder)
     return PoolingPlan("embed", wanted or pooling, normalize, dense, limit, _matryoshka(source))
+
+
+def _warn_of_text_rules(folder: Path) -> None:
+    """What sentence-transformers does to texts before they are tokenised, and we do not."""
+    if name := read_json(folder / "config_sentence_transformers.json").get("default_prompt_name"):
+        log.warning("%s: the prompt %r is not put in front of inputs; send it with them", folder, name)
+    if read_json(folder / "sentence_bert_config.json").get("do_lower_case"):
+        log.warning("%s: do_lower_case is left to tokenizer.json; send lower case if that keeps it", folder)
 
 
 def _task(source: ModelSource) -> str:

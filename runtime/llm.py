@@ -279,14 +279,14 @@ class LLM:
         runs, EngineDead.
         """
         from ostinato.runtime.pooling import llm_pooling
-        from ostinato.runtime.progress import generate_progress
 
         self._session.check_open()
         check_truncation(truncate_prompt_tokens)
         check_queueing(priority, "")
-        options = llm_pooling.Options(truncate_prompt_tokens, dimensions, normalize, None, priority)
-        with generate_progress(len(prompts), show=progress) as advance:
-            return llm_pooling.embed(self._session, prompts, options, advance)
+        options = llm_pooling.Options(
+            truncate_prompt_tokens, dimensions, normalize, priority=priority, progress=progress
+        )
+        return llm_pooling.embed(self._session, prompts, options)
 
     def score(
         self,
@@ -305,14 +305,14 @@ class LLM:
         `embed`; of a pair the longer text is cut.
         """
         from ostinato.runtime.pooling import llm_pooling
-        from ostinato.runtime.progress import generate_progress
 
         self._session.check_open()
         check_truncation(truncate_prompt_tokens)
         check_queueing(priority, "")
-        options = llm_pooling.Options(truncate_prompt_tokens, sigmoid=use_activation, priority=priority)
-        with generate_progress(len(documents), show=progress) as advance:
-            return llm_pooling.score(self._session, queries, documents, options, advance)
+        options = llm_pooling.Options(
+            truncate_prompt_tokens, sigmoid=use_activation, priority=priority, progress=progress
+        )
+        return llm_pooling.score(self._session, queries, documents, options)
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None

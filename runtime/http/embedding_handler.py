@@ -35,24 +35,19 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
             state, "embd", fields, inputs, dimensions=fields.dimensions, normalize=fields.normalize
         )
         is_text = fields.encoding_format == "base64"
-        return web.Response(
-            text=dump(
+
+        def render() -> str:
+            data = [
                 {
-                    "object": "list",
-                    "data": [
-                        {
-                            "object": "embedding",
-                            "index": index,
-                            "embedding": result.numbers if is_text else floats(result.numbers),
-                        }
-                        for index, result in enumerate(results)
-                    ],
-                    "model": state.model,
-                    "usage": used(inputs),
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": result.numbers if is_text else floats(result.numbers),
                 }
-            ),
-            content_type="application/json",
-        )
+                for index, result in enumerate(results)
+            ]
+            return dump({"object": "list", "data": data, "model": state.model, "usage": used(inputs)})
+
+        return web.Response(text=await state.text.off_loop(render), content_type="application/json")
 
 
 async def _inputs(state: ServerState, fields: EmbeddingRequest) -> list[Encoded]:

@@ -101,8 +101,12 @@ async def _angles(
     texts = [Text(params[0], one) for one in first] + [Text(params[1], one) for one in second]
     inputs = await encode_texts(state, fields, texts)
     name, results = await run_inputs(state, prefix, fields, inputs, normalize=True)
-    vectors = [floats(result.numbers) for result in results]
-    return name, cosines(vectors[: len(first)], vectors[len(first) :]), inputs
+
+    def compare() -> list[float]:
+        vectors = [floats(result.numbers) for result in results]
+        return cosines(vectors[: len(first)], vectors[len(first) :])
+
+    return name, await state.text.off_loop(compare), inputs
 
 
 def _json(answer: dict[str, object]) -> web.Response:

@@ -30,11 +30,10 @@ class Options(NamedTuple):
     normalize: bool | None = None
     sigmoid: bool | None = None
     priority: int = 0
+    progress: bool | None = None
 
 
-def embed(
-    session: Session, prompts: object, options: Options, advance: Callable[[int, int], None]
-) -> list[EmbeddingRequestOutput]:
+def embed(session: Session, prompts: object, options: Options) -> list[EmbeddingRequestOutput]:
     """A vector of each prompt, which is text or token ids."""
     check_task("embed", session.client.info)
     given = read_prompts(prompts)
@@ -44,7 +43,7 @@ def embed(
         for at, one in enumerate(given)
     ]  # fmt: skip
     requests = _requests(session, inputs, options)
-    results = session.run(_run(session, requests, advance))
+    results = _results(session, requests, options)
     return [
         EmbeddingRequestOutput(
             request.request_id,
@@ -56,9 +55,7 @@ def embed(
     ]
 
 
-def score(
-    session: Session, first: object, second: object, options: Options, advance: Callable[[int, int], None]
-) -> list[ScoringRequestOutput]:
+def score(session: Session, first: object, second: object, options: Options) -> list[ScoringRequestOutput]:
     """A score of each pair."""
     check_task("score", session.client.info)
     pooling = session.client.info.pooling
@@ -73,13 +70,13 @@ def score(
     if pooling.task == "score":
         inputs = [_encoded(session, a, b, f"documents[{at}]", options) for at, (a, b) in enumerate(pairs)]
         requests = _requests(session, inputs, options)
-        results = session.run(_run(session, requests, advance))
+        results = _results(session, requests, options)
         scores = [floats(result.numbers)[0] for result in results]
     else:
         texts = [*left, *right]
         inputs = [_encoded(session, one, None, f"texts[{at}]", options) for at, one in enumerate(texts)]
         requests = _requests(session, inputs, options._replace(normalize=True))
-        results = session.run(_run(session, requests, advance))
+        results = _results(session, requests, options)
         vectors = [floats(result.numbers) for result in results]
         scores = cosines(vectors[: len(left)], vectors[len(left) :])
         requests = requests[len(left) :]
@@ -130,6 +127,13 @@ def _requests(session: Session, inputs: Sequence[Encoded], options: Options) -> 
     for request in requests:
         check_pool_request(request, session.client.info)
     return requests
+
+
+def _results(session: Session, requests: Sequence[PoolRequest], options: Options) -> list[PoolResult]:
+    from ostinato.runtime.progress import generate_progress
+
+    with generate_progress(len(requests), show=options.progress) as advance:
+        return session.run(_run(session, requests, advance))
 
 
 async def _run(

@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from ostinato import LLM, ContextTooLong, WrongTask
+from ostinato.graph.config import GraphConfig
 from ostinato.runtime.compile import compile_model
 from ostinato.runtime.config import EngineConfig, SchedulerConfig
 from tests.support.server_process import ROOT, serving
-from tests.support.tiny_encoders import make_encoder, pair_score, words
+from tests.support.tiny_encoders import hidden_states, make_encoder, pair_score, words
 
 MINILM = ROOT / ".cache" / "all-MiniLM-L6-v2"
 CLOSE = 1e-5  # float32, two orders of summation, numbers up to 0.3
@@ -113,7 +114,8 @@ def test_the_official_client_gets_the_same_vectors_from_a_server(
         server.wait_idle()
     found = torch.tensor([one.embedding for one in packed.data])
     assert (found - torch.stack(expected)).abs().max() < CLOSE
-    assert packed.usage.prompt_tokens == packed.usage.total_tokens == 7 + 3 + 158 + 11 + 26
+    tokens = sum(map(len, AutoTokenizer.from_pretrained(MINILM)(TEXTS, truncation=False)["input_ids"]))
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens == tokens
     short = torch.nn.functional.normalize(expected[0][:8], dim=0)
     assert (torch.tensor(plain.data[0].embedding) - short).abs().max() < CLOSE
 
@@ -133,3 +135,15 @@ def test_scores_of_a_cross_encoder_are_transformers(tmp_path: Path):
         truth = pair_score(model, ids, [0] * 4 + [1] * (len(ids) - 4))
         assert bare.outputs.score == pytest.approx(truth, abs=CLOSE)
         assert output.outputs.score == pytest.approx(1 / (1 + torch.e**-truth), abs=CLOSE)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_vectors(tmp_path: Path):
+    model = make_encoder("modernbert", tmp_path / "model")
+    compile_model(tmp_path / "model", tmp_path / "embedder", EngineConfig(graph=GraphConfig(target="cuda")))
+    texts = [words(5, 6, 7), words(*range(20, 60)), words(9)]
+    with LLM(tmp_path / "embedder", scheduler={"max_step_tokens": 40}) as llm:
+        outputs = llm.embed(texts, normalize=False, progress=False)
+    for output in outputs:
+        truth = hidden_states(model, output.prompt_token_ids).mean(0)
+        assert (torch.tensor(output.outputs.embedding) - truth).abs().max() < 10 * CLOSE  # numbers up to 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ostinato.errors import ModelError
+from ostinato.errors import ConfigError, ModelError
 from ostinato.graph.config import GraphConfig
 from ostinato.graph.pooling import pooling_plan
 from ostinato.graph.source import open_source
@@ -56,6 +56,8 @@ def test_a_folder_without_modules_gives_unit_vectors_and_asks_for_the_pooling(pl
     assert plan is not None
     assert plan.pooling == "cls"
     assert pooling_plan(open_source(plain), GraphConfig(task="generate")) is None
+    with pytest.raises(ConfigError, match=r"graph\.pooling=mean: .* is a model to score with"):
+        pooling_plan(open_source(plain), GraphConfig(task="score", pooling="mean"))
 
 
 @pytest.mark.parametrize(
@@ -67,13 +69,17 @@ def test_a_folder_without_modules_gives_unit_vectors_and_asks_for_the_pooling(pl
         ({"embedding_dimension": 48, "pooling_mode": "lasttoken"}, "last"),
     ],
 )
-def test_pooling_and_length_are_read_from_the_folder(folder: Path, stated: dict[str, Any], pooling: str):
+def test_pooling_and_length_are_read_from_the_folder(
+    folder: Path, stated: dict[str, Any], pooling: str, caplog: pytest.LogCaptureFixture
+):
     write_modules(folder, "Transformer", "Pooling", pooling=stated)
     write(folder / "sentence_bert_config.json", {"max_seq_length": 20})
+    write(folder / "config_sentence_transformers.json", {"default_prompt_name": "query"})
     before = open_source(folder).fingerprint
     assert pooling_plan(open_source(folder), GraphConfig()) == ("embed", pooling, False, (), 20, ())
     write(folder / "sentence_bert_config.json", {"max_seq_length": 21})
     assert open_source(folder).fingerprint != before
+    assert "the prompt 'query' is not put in front of inputs" in caplog.text
 
 
 def test_dense_layers_and_normalisation_are_carried(folder: Path):
