@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ostinato.errors import EngineDead, EngineError
+from ostinato.runtime.any_engine import make_engine
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.cpu_threads import bound_threads, plan_threads
-from ostinato.runtime.any_engine import make_engine
 from ostinato.runtime.frames import Message
 from ostinato.runtime.inbox import Inbox
 from ostinato.runtime.messages import EngineInfo, Order

@@ -1,5 +1,6 @@
 """Embeddings and scores through artifact, engine and server are transformers', alone and in company."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from ostinato import LLM, ContextTooLong, WrongTask
 from ostinato.graph.config import GraphConfig
+from ostinato.ops import native
 from ostinato.runtime.compile import compile_model
 from ostinato.runtime.config import EngineConfig, SchedulerConfig
 from tests.support.server_process import ROOT, serving
@@ -25,6 +27,23 @@ TEXTS = [
     "A cheetah is running behind its prey.",
     "Ein Mann isst etwas. 一个人在吃东西 🍕",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels_are_built_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The library is the same for every model; a build takes seconds."""
+    build, kept = native.build, tmp_path_factory.mktemp("kernels") / "kernels.so"
+    made: list[native.BuildInfo] = []
+
+    def build_or_copy(out: Path) -> native.BuildInfo:
+        if not made:
+            made.append(build(kept))
+        shutil.copy(kept, out)
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "build", build_or_copy)
+        yield
 
 
 @pytest.fixture(scope="module")
