@@ -219,7 +219,8 @@ def fused_rows(name: str, batch: int) -> list[Row]:
     merged = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
     parts = [model.heads * model.size, model.kv_heads * model.size, model.kv_heads * model.size]
     q, k, v = (part.unflatten(1, (-1, model.size)) for part in merged.split(parts, 1))
-    tables = [torch.randn(batch, model.size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    half = torch.randn(2, batch, model.size // 2, device="cuda", dtype=torch.bfloat16)
+    tables = half.repeat(1, 1, 2).unbind()  # as rope_table makes them: the second half repeats the first
     slots = given.tables[:, -1].long() * BLOCK + (context - 1) % BLOCK
     where = given.tables, given.lengths, given.starts, given.scale, 0, 0.0
 
