@@ -29,6 +29,7 @@ from ostinato.runtime.token_bound import TokenBound
 
 T = TypeVar("T")
 
+SHORT = 1024  # characters; encoded in less time than another thread takes to wake up (20 us; 50 to 200 us)
 LONG = 1 << 16  # characters; a text up to here is tokenised in some 20 ms and gets the exact number
 _THREADS = 2  # the Rust tokenizer works without the GIL; more threads would only take cores from the engine
 # The template's own arguments; a request may not replace them through chat_template_kwargs.
@@ -116,8 +117,13 @@ class TextFrontEnd:
         """Stop the threads. What they are doing is finished first."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run `work` on a tokenizer thread, so that a long prompt delays nobody else."""
+    async def off_loop(self, work: Callable[[], T], *, is_short: bool = False) -> T:
+        """Run `work` on a tokenizer thread, so that a long prompt delays nobody else.
+
+        `is_short`: it is about at most `SHORT` characters, which is sooner done than handed over.
+        """
+        if is_short:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def token_id(self, token: str) -> int | None:

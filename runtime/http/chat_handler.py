@@ -36,7 +36,9 @@ from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.prompt_room import kept_tokens, room_left
-from ostinato.runtime.text import TextFrontEnd
+from ostinato.runtime.text import SHORT, TextFrontEnd
+
+_MESSAGE_WORTH = 64  # characters; what a template writes around a message
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -63,10 +65,24 @@ async def chat_ready(state: ServerState, fields: ChatRequest) -> tuple[list[int]
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     sampling = sampling_params(state, fields, limit=fields.token_limit, logprobs=logprobs)
     window = state.engine.info.max_model_len
-    prompt_ids = await state.text.off_loop(lambda: chat_prompt_ids(state.text, fields, window))
+    prompt_ids = await state.text.off_loop(
+        lambda: chat_prompt_ids(state.text, fields, window), is_short=_is_short(fields)
+    )
     check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
     sampling = fit(sampling, prompt_ids, window, param="messages")
     return prompt_ids, chat_sampling(state, fields, sampling, prompt_ids)
+
+
+def _is_short(fields: ChatRequest) -> bool:
+    """Whether the model's template, given this, is soon done: a few words, and nothing it could loop over."""
+    if fields.chat_template_kwargs or fields.chat_template is not None or fields.documents or fields.tools:
+        return False
+    room = SHORT
+    for one in fields.messages:
+        if not isinstance(one.content, str) or one.tool_calls:
+            return False
+        room -= len(one.content) + len(one.reasoning_content or one.reasoning or "") + _MESSAGE_WORTH
+    return room >= 0
 
 
 def chat_prompt_ids(

@@ -25,6 +25,7 @@ from ostinato.runtime.http.send_answer import send_answer
 from ostinato.runtime.http.server_state import STATE, ServerState
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.prompt_room import kept_tokens, room_left
+from ostinato.runtime.text import SHORT
 from ostinato.runtime.thinking.thought_marks import with_thoughts
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for this route
@@ -111,7 +112,7 @@ async def _prompts(
 
     result: list[tuple[str | None, list[int]]]
     if isinstance(prompt, str):
-        result = await text.off_loop(lambda: encode([prompt]))
+        result = await text.off_loop(lambda: encode([prompt]), is_short=len(prompt) <= SHORT)
     elif prompt and isinstance(prompt[0], str):
         texts = [one for one in prompt if isinstance(one, str)]
         result = await text.off_loop(lambda: encode(texts))

@@ -43,10 +43,12 @@ async def stream_events(
         async for choice, delta in deltas:
             if response is None:
                 response = await open_stream(request)
-            if event := render(choice, delta):
-                if not (begun and response.chunked and sent_at_once(transport, event)):
-                    await response.write(event)  # the first one takes the headers along
+            event = render(choice, delta)
+            if not begun:
+                await response.write(event)  # takes the headers along; they go alone where there is no event
                 begun = True
+            elif event and not (response.chunked and sent_at_once(transport, event)):
+                await response.write(event)
         if response is None:
             response = await open_stream(request)
         last = closing() + DONE
@@ -75,9 +77,16 @@ def sent_at_once(transport: asyncio.Transport | None, event: bytes) -> bool:
     return True
 
 
+class _EventResponse(web.StreamResponse):
+    _send_headers_immediately = False  # aiohttp would spend a send of its own on them, and wake the client
+
+
 async def open_stream(request: web.Request) -> web.StreamResponse:
-    """Begin an answer of events, during which a client that ended its sending side is probed."""
-    response = web.StreamResponse(headers=_HEADERS)
+    """Begin an answer of events, during which a client that ended its sending side is probed.
+
+    The headers wait for the first `write`, which must follow at once: a probe must not overtake them.
+    """
+    response = _EventResponse(headers=_HEADERS)
     if request.version >= (1, 1):
         response.enable_chunked_encoding()  # aiohttp would do so too, without saying so in `chunked`
     await response.prepare(request)

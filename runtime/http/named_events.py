@@ -34,10 +34,11 @@ async def stream_frames(
         async for some in frames:
             if response is None:
                 response = await open_stream(request)
-            if some:
-                if not (begun and response.chunked and sent_at_once(transport, some)):
-                    await response.write(some)  # the first one takes the headers along
+            if not begun:
+                await response.write(some)  # takes the headers along
                 begun = True
+            elif some and not (response.chunked and sent_at_once(transport, some)):
+                await response.write(some)
         if response is None:
             response = await open_stream(request)
     except ConnectionError:

@@ -11,8 +11,10 @@ from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.chat_parts import content_json
 from tests.support.fake_engine import say
 from tests.support.serving import serving
+from tests.support.toy_text import tokenizer
 
-BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 40}
+TURN = {"role": "user", "content": "hi"}
+BODY = {"messages": [TURN], "stream": True, "max_tokens": 40}
 IDS = [20 + i % 50 for i in range(40)]
 
 
@@ -95,3 +97,52 @@ def test_text_is_written_as_the_library_writes_it(text):
     )
     with pytest.raises(ValueError, match="not JSON compliant"):
         dump(float("inf"))
+
+
+ASKED = {
+    "/v1/chat/completions": BODY,
+    "/v1/completions": {"prompt": "hi", "stream": True},
+    "/v1/messages": {**BODY, "max_tokens": 5},
+    "/v1/responses": {"input": "hi", "stream": True},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("withheld", [False, True], ids=["text", "half a character"])
+async def test_the_first_event_leaves_with_the_headers_which_never_wait_for_text(monkeypatch, path, withheld):
+    """Two sends would wake the client twice; a first token without text sends the headers all the same."""
+    sends = []
+    transport = asyncio.selector_events._SelectorSocketTransport
+    write = transport.write
+    monkeypatch.setattr(transport, "write", lambda self, data: (sends.append(bytes(data)), write(self, data)))
+    first = tokenizer().encode("😀", add_special_tokens=False).ids if withheld else [20]
+    async with serving(say([*first, 21, 22])) as served:
+        response = await served.http.post(served.url + path, json=ASKED[path])
+        body = await response.read()
+    answers = [send for send in sends if not send.startswith(b"POST ")]
+    head, _, rest = answers[0].partition(b"\r\n\r\n")
+    assert b"text/event-stream" in head
+    # only text completions have nothing to say when there is no text
+    assert (b"data: {" in rest) == (not withheld or path != "/v1/completions")
+    assert body.count(b"data: ") > 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "hops"),
+    [
+        ("/v1/completions", {"prompt": "a"}, 0),
+        ("/v1/completions", {"prompt": "a" * 1025}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 1),
+        ("/v1/chat/completions", {"messages": [TURN]}, 0),
+        ("/v1/chat/completions", {"messages": [{**TURN, "content": "a" * 1025}]}, 1),
+        ("/v1/chat/completions", {"messages": [TURN] * 30}, 1),
+        ("/v1/chat/completions", {"messages": [TURN], "chat_template_kwargs": {"n": 10**9}}, 1),
+    ],
+)
+async def test_only_a_few_words_are_tokenised_on_the_loop(monkeypatch, path, fields, hops):
+    async with serving(say([20]), window=4096) as served:
+        threads, taken = served.state.text._threads, []
+        submit = threads.submit
+        monkeypatch.setattr(threads, "submit", lambda *work: (taken.append(work), submit(*work))[1])
+        assert (await served.post(path, fields))[0] == 200
+        assert len(taken) == hops
