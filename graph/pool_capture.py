@@ -20,7 +20,7 @@ from ostinato.errors import EngineError, ModelError
 from ostinato.graph.build import BuiltModel
 from ostinato.graph.capture import MAX_STEP_TOKENS, CapturedGraph, export, name_weights
 from ostinato.graph.facts import ModelFacts, PoolingFacts
-from ostinato.graph.pool_hooks import PoolHooks
+from ostinato.graph.pool_hooks import PoolHooks, PoolMask
 from ostinato.graph.pooling import PoolingPlan, dense_layers
 from ostinato.ops.step_inputs import PoolInputs
 
@@ -44,7 +44,7 @@ class _PoolStep(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, token_types: Tensor, query_start: Tensor, rows: Tensor
     ) -> Tensor:
-        self._hooks.begin_pooling(query_start)
+        self._hooks.begin_pooling(query_start, token_ids)
         arguments: dict[str, Any] = {
             "input_ids": token_ids[None],
             "position_ids": positions[None] + self.first_position if self.first_position else positions[None],
@@ -150,11 +150,13 @@ def capture_pooling(
     inputs = sample_inputs()
     with hooks.registered(), torch.no_grad():
         with built.fake_mode:  # dry run: is it causal?
-            _dry_run(step, [built.fake_mode.from_tensor(t, static_shapes=True) for t in inputs])
+            _dry_run(step, hooks, [built.fake_mode.from_tensor(t, static_shapes=True) for t in inputs])
         causal = _is_causal(built, hooks)
         step.pooling = _pooling(built, plan, causal)
-        exported = export(step, tuple(inputs), _dynamic_shapes())
-        alone = _export_alone(step) if plan.task == "score" else None
+        # Scores with a bias tell T = 1 apart, where one size stands for all; the proof runs such a step.
+        tokens = Dim("T", min=2 if hooks.makes_masks else 1, max=MAX_STEP_TOKENS)
+        exported = export(step, tuple(inputs), _dynamic_shapes(tokens))
+        alone = _export_alone(step, tokens) if plan.task == "score" else None
     graph_module = exported.graph_module
     (answer,) = graph_module.graph.output_node().args[0]
     size = int(answer.meta["val"].shape[-1])
@@ -188,22 +190,28 @@ def capture_pooling(
     return CapturedGraph(graph_module, model_facts, named, alone.graph_module)
 
 
-def _dry_run(step: _PoolStep, inputs: list[Tensor]) -> None:
+def _dry_run(step: _PoolStep, hooks: PoolHooks, inputs: list[Tensor]) -> None:
+    """Find out what attention there is; one of its own code stumbles over our stand-in for a mask."""
     try:
-        step(*inputs)
+        try:
+            step(*inputs)
+        except TypeError as error:
+            if PoolMask.__name__ not in str(error):
+                raise
+            hooks.makes_masks = True
+            step(*inputs)
     except EngineError:
         raise
     except Exception as error:  # border: a model of another kind fails in any way, deep in transformers
         raise ModelError(
             f"{type(step.model).__name__}: cannot run whole sequences one after another "
-            f"({type(error).__name__}: {str(error)[:300]}); models can whose attention goes through "
-            "transformers' attention interface"
+            f"({type(error).__name__}: {str(error)[:300]}); models can whose attention or mask goes through "
+            "transformers' interfaces"
         ) from error
 
 
-def _export_alone(step: _PoolStep) -> torch.export.ExportedProgram:
+def _export_alone(step: _PoolStep, tokens: Any) -> torch.export.ExportedProgram:
     """The model on one sequence, without our hook in front of its head."""
-    tokens = Dim("T", min=1, max=MAX_STEP_TOKENS)
     inputs = PoolInputs(
         token_ids=torch.zeros(7, dtype=torch.int64),
         positions=torch.arange(7),
@@ -218,6 +226,8 @@ def _export_alone(step: _PoolStep) -> torch.export.ExportedProgram:
 
 def _is_causal(built: BuiltModel, hooks: PoolHooks) -> bool:
     """Of all layers alike. Layers whose attention was not seen would mix sequences."""
+    if hooks.masks and not hooks.attention:
+        return False
     layers = built.config.get_text_config().num_hidden_layers
     if len(hooks.attention) != layers:
         raise ModelError(
@@ -257,8 +267,7 @@ def _has_sigmoid(config: Any) -> bool:
     return kind == "Sigmoid"
 
 
-def _dynamic_shapes() -> dict[str, Any]:
-    tokens = Dim("T", min=1, max=MAX_STEP_TOKENS)
+def _dynamic_shapes(tokens: Any) -> dict[str, Any]:  # Any: torch.export's Dim
     sequences = Dim("B", min=1, max=MAX_SEQUENCES)
     return {
         "token_ids": {0: tokens},

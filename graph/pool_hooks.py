@@ -1,7 +1,8 @@
 """Hooks for models whose inputs are whole sequences: attention becomes `ostinato::varlen_attention`.
 
 As in hooks.py nothing is guessed: whether a layer is causal and which window it has is what the mask says
-that transformers itself asked for.
+that transformers itself asked for. Models with attention of their own code (MPNet) get a mask that is a
+tensor, which keeps sequences apart.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ostinato.ops.mean_rows
+import ostinato.ops.sequence_mask
 import ostinato.ops.varlen_attention  # noqa: F401  # registers the ops
 from ostinato.errors import ModelError
 from ostinato.graph.facts import AttentionFact
@@ -32,14 +34,17 @@ class PoolHooks(CaptureHooks):
 
     def __init__(self) -> None:
         super().__init__()
+        self.makes_masks = False  # tensors, for attention that does not go through transformers' interface
+        self.masks = 0  # that were made
         self._query_start: Tensor | None = None
+        self._token_ids: Tensor | None = None
 
-    def begin_pooling(self, query_start: Tensor) -> None:
-        """Set the input of the coming forward."""
-        self.attention = []
-        self._query_start = query_start
+    def begin_pooling(self, query_start: Tensor, token_ids: Tensor) -> None:
+        """Set the inputs of the coming forward."""
+        self.attention, self.masks = [], 0
+        self._query_start, self._token_ids = query_start, token_ids
 
-    def _mask(self, *args: Any, **kwargs: Any) -> PoolMask:
+    def _mask(self, *args: Any, **kwargs: Any) -> PoolMask | Tensor:
         local = int(kwargs.get("local_size") or 0)
         # A bidirectional window may count the token itself (Gemma) or not (ModernBERT).
         candidates = [PoolMask(True, local), PoolMask(False, local)] + [PoolMask(False, local + 1)] * bool(
@@ -51,7 +56,16 @@ class PoolHooks(CaptureHooks):
                 f"attention mask of {type(kwargs.get('config')).__name__} is neither causal nor "
                 f"bidirectional with a sliding window (window {local or 'none'}); it cannot be served"
             )
-        return found[0]
+        if not self.makes_masks:
+            return found[0]
+        if found[0] != PoolMask(causal=False, window=0):
+            raise ModelError(
+                f"{type(kwargs.get('config')).__name__}: attention of its own code with a mask that is not "
+                "plainly bidirectional cannot be served"
+            )
+        self.masks += 1
+        mask: Tensor = torch.ops.ostinato.sequence_mask(self._token_ids, self._query_start, kwargs["dtype"])
+        return mask[None, None]
 
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,

@@ -12,6 +12,7 @@ from ostinato.ops import (  # noqa: F401
     rope_kv_write,
     rope_table,
     sample,
+    sequence_mask,
     silu_mul,
     skinny_gated,
     skinny_linear,

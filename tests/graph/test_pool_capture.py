@@ -37,6 +37,7 @@ def pooled(model: PreTrainedModel, ids: list[int], pooling: str) -> Tensor:
         ("modernbert", "cls", "cls", {0, 6}, 66),  # tokens up to 5 away are seen
         ("gemma3_text", "auto", "mean", {0, 3}, 66),  # a decoder whose attention looks both ways
         ("mistral", "auto", "last", {5}, 66),
+        ("mpnet", "auto", "mean", set(), 64),  # attention of its own code, which gets a mask
     ],
 )
 def test_vectors_are_those_of_each_sequence_alone(
@@ -75,17 +76,27 @@ def test_scores_are_those_of_each_pair_alone(
     assert found.tolist() == pytest.approx([pair_score(model, *pair) for pair in pairs], abs=CLOSE)
 
 
-def test_a_head_that_reads_more_than_one_row_does_not_pass_the_proof(tmp_path: Path):
-    make_encoder("eurobert", tmp_path, task="score", classifier_pooling="late", num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("family", "task", "config"),
+    [
+        ("eurobert", "score", {"classifier_pooling": "late"}),  # its head reads every row
+        ("convbert", "embed", {}),  # it mixes neighbours, of whatever sequence
+    ],
+)
+def test_what_sees_other_sequences_or_rows_does_not_pass_the_proof(
+    family: str, task: str, config: dict[str, Any], tmp_path: Path
+):
+    make_encoder(family, tmp_path, task=task, num_hidden_layers=1, **config)
     captured = Captured(tmp_path, GraphConfig())
-    with pytest.raises(ModelError, match="a head that reads more than one row of each"):
+    with pytest.raises(
+        ModelError, match="alone than for it among others: layers that mix sequences, or a head"
+    ):
         captured.prove()
 
 
 @pytest.mark.parametrize(
     ("family", "task", "config", "said"),
     [
-        ("mpnet", "embed", {}, "MPNetModel: cannot run whole sequences one after another"),
         ("deberta-v2", "embed", {}, "0 of its 2 layers use transformers' attention interface"),
         ("bert", "score", {"num_labels": 3}, "3 labels; a model that scores pairs has one"),
         ("bert", "score", {"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, "'torch.nn.Tanh'"),

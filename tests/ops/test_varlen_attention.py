@@ -1,11 +1,11 @@
-"""Attention inside each sequence, and the mean of its rows, against plain formulas in float64."""
+"""Attention inside each sequence, its mask, and the mean of its rows, against plain formulas in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.ops import mean_rows, varlen_attention
+from ostinato.ops import mean_rows, sequence_mask, varlen_attention
 from tests.support.budget import assert_within_budget
 
 STARTS = torch.tensor([0, 5, 6, 29], dtype=torch.int32)
@@ -57,11 +57,19 @@ def test_mean_of_rows_is_summed_in_float32():
     torch.testing.assert_close(mean_rows.mean_rows_reference(x.double(), STARTS), truth)
 
 
+def test_the_mask_keeps_sequences_apart():
+    found = sequence_mask.OP(torch.arange(6), torch.tensor([0, 2, 3, 6]), torch.bfloat16)
+    sequence = torch.tensor([0, 0, 1, 2, 2, 2])
+    assert torch.equal(found == 0, sequence[:, None] == sequence[None, :])
+    assert (found[0, 5], found.dtype) == (torch.finfo(torch.bfloat16).min, torch.bfloat16)
+
+
 def test_the_operators_are_well_behaved():
     q, k, v = inputs(4, 2, torch.float32)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(varlen_attention.OP, (q, k, v, STARTS, 0.3, False, 0, 0.0), test_utils=checks)
     torch.library.opcheck(mean_rows.OP, (q[:, 0], STARTS), test_utils=checks)
+    torch.library.opcheck(sequence_mask.OP, (torch.arange(29), STARTS, torch.float32), test_utils=checks)
 
 
 def test_wrong_shapes_are_named():

@@ -45,6 +45,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "eurobert": {**_ENCODER, "num_key_value_heads": 2},
     "mpnet": {key: value for key, value in _ENCODER.items() if key != "type_vocab_size"},
     "deberta-v2": _ENCODER,
+    "convbert": _ENCODER,
     "qwen3": _DECODER,
     "mistral": {**_DECODER, "sliding_window": 5},
     "gemma3_text": {
