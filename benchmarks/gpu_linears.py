@@ -38,7 +38,7 @@ from benchmarks.gpu_graphs import captured, copy_speed, race
 from benchmarks.linear_layers import EPS, MODELS, WORST_ERROR, Bench, Layer, Model, check, ours, parts
 from benchmarks.record import ROOT, Row, header, write_record
 from ostinato.ops import add_rms_norm, paged_attention, rms_norm, silu_mul, wgmma_linear
-from ostinato.ops.gpu_kernels import STORE
+from ostinato.ops.kernel_store import STORE
 from ostinato.ops.skinny_rows import MAX_TOKENS, Config, token_block
 from ostinato.ops.tuning import CLASSES
 from ostinato.ops.wgmma_linear import Tile

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import EngineError
-from ostinato.ops.gpu_kernels import STORE, Binary, GpuKernel, Variant, capability, compile_variant
+from ostinato.ops.kernel_store import STORE, Binary, Variant, capability
+from ostinato.ops.triton_kernels import TritonKernel, compile_variant
 
 __all__ = [
     "KERNEL_FLOATS",
@@ -55,14 +56,14 @@ def triton_function(kernel: Any) -> Any:
 class _Kernel:
     """A kernel that triton has not seen yet.
 
-    `kernel[grid](...)` runs in Triton's interpreter on CPU tensors, and on a GPU as `gpu_kernels` has it;
+    `kernel[grid](...)` runs in Triton's interpreter on CPU tensors, and on a GPU as `triton_kernels` has it;
     every other attribute is triton's.
     """
 
     def __init__(self, body: Callable[..., None], options: dict[str, Any]) -> None:
         self.fn, self._options = body, options
         self._made: Any = None
-        self._on_gpu: GpuKernel | None = None
+        self._on_gpu: TritonKernel | None = None
 
     def made(self) -> Any:
         try:
@@ -107,7 +108,7 @@ class _Kernel:
             if (isinstance(args[0], Tensor) and args[0].is_cuda) or _is_dry():
                 if self._on_gpu is None:
                     plain = self._options.get("do_not_specialize", ())
-                    self._on_gpu = GpuKernel(self.fn, [*self._modules()], plain, self.made)
+                    self._on_gpu = TritonKernel(self.fn, [*self._modules()], plain, self.made)
                 self._on_gpu.launch(grid, args, kwargs)
             else:
                 kwargs.pop("launch_pdl", None)  # the interpreter knows no launch options but these

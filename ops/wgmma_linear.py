@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.ops.cuda_source import MAX_SHARED, CudaKernel, Matrix, can_map, matrix_map
-from ostinato.ops.gpu_kernels import STORE, capability
+from ostinato.ops.cuda_kernels import MAX_SHARED, CudaKernel, Matrix, can_map, matrix_map
+from ostinato.ops.kernel_store import STORE, capability
 
 ACTIVATIONS = ("", "silu", "gelu_tanh")
 MAX_TOKENS = 256  # above, the library is faster on an H200

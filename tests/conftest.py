@@ -31,6 +31,6 @@ def _same_random_numbers() -> None:
 def _kernels_may_be_compiled(request: pytest.FixtureRequest) -> None:
     """On a GPU: an engine of an earlier test has sealed the process's kernel store."""
     if HAS_GPU and "e2e" not in request.path.parts:
-        from ostinato.ops.gpu_kernels import STORE
+        from ostinato.ops.kernel_store import STORE
 
         STORE.is_sealed = False

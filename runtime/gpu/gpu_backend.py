@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ostinato.errors import EngineDead
 from ostinato.ops import take_pending
-from ostinato.ops.gpu_kernels import STORE
+from ostinato.ops.kernel_store import STORE
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu.launched_step import Launched, OpenRequest, StepRows, scored_rows
 from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers

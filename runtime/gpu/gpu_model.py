@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.errors import ArtifactError
 from ostinato.ops import all_ops, tuning, varlen_attention
-from ostinato.ops.gpu_kernels import STORE
+from ostinato.ops.kernel_store import STORE
 from ostinato.ops.step_inputs import PoolInputs, StepInputs
 from ostinato.runtime.artifact import WEIGHTS, Manifest, PlanRecord, read_program
 from ostinato.runtime.gpu.device_weights import DeviceWeights

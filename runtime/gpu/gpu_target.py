@@ -20,7 +20,7 @@ from ostinato.errors import CompileError
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops import tuning
-from ostinato.ops.gpu_kernels import STORE, capability
+from ostinato.ops.kernel_store import STORE, capability
 from ostinato.ops.skinny_ways import most_tokens
 from ostinato.passes import pipeline
 from ostinato.passes.base import PassReport

@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import IO, Any
 
 from ostinato.errors import CompileError
-from ostinato.ops.gpu_kernels import Binary, Variant
+from ostinato.ops.kernel_store import Binary, Variant
 
 MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ostinato.errors import EngineError
-from ostinato.ops import gpu_kernels, launch
+from ostinato.ops import kernel_launch, kernel_store, launch, triton_kernels
 
 
 def run(code: str) -> str:
@@ -85,7 +85,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
     command = [compiler, "-shared", "-fPIC", "-o", str(tmp_path / "driver.so"), str(tmp_path / "driver.cpp")]
     subprocess.run(command, check=True)
     library = ctypes.PyDLL(str(tmp_path / "driver.so"))
-    monkeypatch.setattr(gpu_kernels, "_launch_kernel_ex", lambda: library.cuLaunchKernelEx)
+    monkeypatch.setattr(kernel_launch, "_launch_kernel_ex", lambda: library.cuLaunchKernelEx)
     done = (SimpleNamespace(value=0), 4242)
     bindings = SimpleNamespace(
         cuModuleLoadData=lambda _: done,
@@ -102,7 +102,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
     monkeypatch.setattr(package, "driver", bindings, raising=False)
     monkeypatch.setitem(sys.modules, "cuda.bindings", package)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: GPU[0], raising=False)
-    monkeypatch.setattr(gpu_kernels, "capability_here", lambda: 90)
+    monkeypatch.setattr(kernel_store, "capability_here", lambda: 90)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
     GPU[0] = 0
     return lambda: list((ctypes.c_longlong * 16).in_dll(library, "seen"))
@@ -121,11 +121,11 @@ class Store:
     def __init__(self) -> None:
         self.keys: list[str] = []
         self.launches, self.carveout = 0, 50
-        self.recording_now: gpu_kernels.Recording | None = None
+        self.recording_now: kernel_store.Recording | None = None
 
-    def get(self, key: str, build: object) -> tuple[gpu_kernels.Binary, bytes]:
+    def get(self, key: str, build: object) -> tuple[kernel_store.Binary, bytes]:
         self.keys.append(key.split("(", 1)[1])
-        binary = gpu_kernels.Binary(
+        binary = kernel_store.Binary(
             key=key,
             symbol="kernel",
             threads=128,
@@ -141,8 +141,8 @@ class Store:
 def test_a_launch_hands_the_driver_what_cuda_h_says(
     driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_kernels, "STORE", store := Store())
-    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    monkeypatch.setattr(kernel_store, "STORE", store := Store())
+    ours = triton_kernels.TritonKernel(kernel, [__name__], ["count"], lambda: None)
     x = torch.zeros(64)
     for pdl in (True, False):
         options = {"SIZE": 4, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
@@ -160,8 +160,8 @@ def test_a_launch_hands_the_driver_what_cuda_h_says(
 def test_a_variant_is_found_by_what_the_arguments_are_and_not_by_how_they_are_given(
     driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_kernels, "STORE", store := Store())
-    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    monkeypatch.setattr(kernel_store, "STORE", store := Store())
+    ours = triton_kernels.TritonKernel(kernel, [__name__], ["count"], lambda: None)
     x, y = torch.zeros(64), torch.zeros(64, dtype=torch.float16)
 
     def variants(*args: object, **kwargs: object) -> list[str]:
@@ -191,9 +191,9 @@ def test_a_variant_is_found_by_what_the_arguments_are_and_not_by_how_they_are_gi
 def test_each_gpu_of_a_process_gets_a_module_of_its_own(
     driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_kernels, "STORE", store := Store())
+    monkeypatch.setattr(kernel_store, "STORE", store := Store())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
-    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    ours = triton_kernels.TritonKernel(kernel, [__name__], ["count"], lambda: None)
     x = torch.zeros(64)
     for device in (0, 1, 0, 1):
         GPU[0] = device
@@ -202,7 +202,7 @@ def test_each_gpu_of_a_process_gets_a_module_of_its_own(
     assert len(store.keys) == 2
 
 
-def built(key: str) -> tuple[gpu_kernels.Binary, bytes]:
+def built(key: str) -> tuple[kernel_store.Binary, bytes]:
     """A variant that takes what `kernel` does."""
     return Store().get(key, None)  # type: ignore[return-value]  # a Binary and its cubin
 
@@ -211,10 +211,10 @@ def test_a_recording_notes_what_one_thread_launches_though_it_was_launched_befor
     driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A second compile in a process, or one after an engine has started, must find all variants, too."""
-    store = gpu_kernels.KernelStore()
-    monkeypatch.setattr(gpu_kernels, "STORE", store)
-    monkeypatch.setattr(gpu_kernels, "compile_variant", lambda _, variant, capability: built(variant.key))
-    ours = gpu_kernels.GpuKernel(kernel, [__name__], ["count"], lambda: None)
+    store = kernel_store.KernelStore()
+    monkeypatch.setattr(kernel_store, "STORE", store)
+    monkeypatch.setattr(triton_kernels, "compile_variant", lambda _, variant, capability: built(variant.key))
+    ours = triton_kernels.TritonKernel(kernel, [__name__], ["count"], lambda: None)
     x = torch.zeros(64)
 
     def launch_on(size: int) -> None:
@@ -251,6 +251,6 @@ def test_a_recording_notes_what_one_thread_launches_though_it_was_launched_befor
     store.add(*built(missing.key))
     assert store.missing(dry.variants.values()) == []
     assert store.write(tmp_path, recording.variants) == 2
-    again = gpu_kernels.KernelStore()
+    again = kernel_store.KernelStore()
     assert again.read(tmp_path) == 2
     assert again.missing(recording.variants.values()) == []

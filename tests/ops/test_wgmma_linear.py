@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import EngineError
-from ostinato.ops import cuda_source, skinny_gated, skinny_linear, wgmma_linear
-from ostinato.ops.cuda_source import MAX_SHARED, Matrix, can_map
-from ostinato.ops.gpu_kernels import STORE, Variant
+from ostinato.ops import cuda_kernels, skinny_gated, skinny_linear, wgmma_linear
+from ostinato.ops.cuda_kernels import MAX_SHARED, Matrix, can_map
+from ostinato.ops.kernel_store import STORE, Variant
 from ostinato.ops.skinny_gated import skinny_gated_reference
 from ostinato.ops.skinny_linear import skinny_linear_reference
 from ostinato.ops.wgmma_linear import CANDIDATES, Tile, check_tile, default_tile
@@ -188,7 +188,7 @@ def test_every_kind_of_tile_compiles_for_hopper_without_spilling(launched: Launc
 @pytest.mark.usefixtures("_nvrtc")
 def test_a_source_that_does_not_compile_is_an_error_with_the_line() -> None:
     with pytest.raises(EngineError, match=re.compile(r"NVRTC: .*kernel\.cu\(1\): error: .*undefined", re.S)):
-        cuda_source.compiled("int a = nowhere;", ("none.h", ""), [], 90)
+        cuda_kernels.compiled("int a = nowhere;", ("none.h", ""), [], 90)
 
 
 def made(num_tokens: int, num_rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ostinato.ops import sample, token_scores
-from ostinato.ops.gpu_kernels import OPTIONS, GpuKernel, compile_kernel
 from ostinato.ops.launch import triton_function
 from ostinato.ops.sample_rows import WORDS
+from ostinato.ops.triton_kernels import OPTIONS, TritonKernel, compile_kernel
 
 KERNELS = (
     (sample, "_best_kernel"),
@@ -35,7 +35,7 @@ class Recorder:
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         function = triton_function(self._kernel)
         names = function.arg_names
-        kernel = GpuKernel(function.fn, [], (), lambda: function)
+        kernel = TritonKernel(function.fn, [], (), lambda: function)
         values = dict(zip(names, args, strict=False)) | kwargs
         if "PDL" in values:
             values["PDL"] = kwargs["launch_pdl"] = True

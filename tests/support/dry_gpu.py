@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.graph.capture import CapturedGraph
-from ostinato.ops import all_ops, cuda_source, gpu_kernels, tuning, wgmma_linear
+from ostinato.ops import all_ops, cuda_kernels, kernel_store, tuning, wgmma_linear
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.passes import pipeline
 from ostinato.runtime.compile_target import Plan
@@ -41,7 +41,7 @@ class DryGpu:
 
     def variants(self, shape: StepShape) -> frozenset[str]:
         """Keys of what a step launches; nothing is."""
-        with _without_gpu(), gpu_kernels.STORE.recording(is_dry=True) as noted:
+        with _without_gpu(), kernel_store.STORE.recording(is_dry=True) as noted:
             self.backend.rehearse(shape)
         return frozenset(noted.variants)
 
@@ -95,8 +95,8 @@ def _without_gpu() -> Iterator[None]:
     with (
         patch.object(torch, "zeros", unpinned),
         patch.multiple(torch.cuda, **cuda),
-        patch.object(gpu_kernels, "capability_here", lambda: 90),
-        patch.object(cuda_source, "capability", lambda _: 90),
+        patch.object(kernel_store, "capability_here", lambda: 90),
+        patch.object(cuda_kernels, "capability", lambda _: 90),
         patch.object(torch._C, "_cuda_getDevice", lambda: 0, create=True),
         patch.multiple(wgmma_linear, **hopper),
     ):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ostinato.errors import CompileError
-from ostinato.ops import gpu_kernels, tuning
-from ostinato.ops.gpu_kernels import Binary, Variant
+from ostinato.ops import kernel_store, tuning
+from ostinato.ops.kernel_store import Binary, Variant
 from ostinato.passes import pipeline
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu import gpu_target
@@ -54,10 +54,10 @@ def binary(key: str) -> tuple[Binary, bytes]:
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuTarget:
     """A GPU whose programs launch kernel "old", which is compiled already, and "new"."""
-    store = gpu_kernels.KernelStore()
+    store = kernel_store.KernelStore()
     store.add(*binary("old"))
     monkeypatch.setattr(gpu_target, "STORE", store)
-    monkeypatch.setattr(gpu_kernels, "capability_here", lambda: 90)
+    monkeypatch.setattr(kernel_store, "capability_here", lambda: 90)
     monkeypatch.setattr(gpu_target, "capability", lambda _: 90)
     monkeypatch.setattr(tuning, "write", lambda folder: None)
     monkeypatch.setattr(GpuTarget, "load", lambda self, plans: None)
@@ -92,7 +92,7 @@ def test_only_what_is_missing_is_compiled_and_all_that_is_launched_is_kept(
     monkeypatch.setattr(gpu_target, "compile_all", compile_all)
     target.make_kernels([], CONFIG, None)  # type: ignore[arg-type]  # facts are for the back end
     assert asked == ["new"]
-    kept = gpu_kernels.KernelStore()
+    kept = kernel_store.KernelStore()
     assert kept.read(tmp_path) == 2
     assert kept.missing([variant("old"), variant("new")]) == []
     assert gpu_target.STORE.recording_now is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.errors import CompileError
-from ostinato.ops.gpu_kernels import Variant
+from ostinato.ops.kernel_store import Variant
 from ostinato.runtime.gpu.kernel_workers import compile_all
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -38,7 +38,8 @@ PENDING = Variant(
 HERE = """
 import hashlib, json, sys
 from ostinato.ops import silu_mul
-from ostinato.ops.gpu_kernels import Variant, compile_variant
+from ostinato.ops.kernel_store import Variant
+from ostinato.ops.triton_kernels import compile_variant
 raw = json.loads(sys.argv[1])
 variant = Variant(*raw[:4], tuple((kind, value) for kind, value in raw[4]), tuple(raw[5]))
 binary, cubin = compile_variant(silu_mul._kernel.made(), variant, 90)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.errors import EngineError
-from ostinato.ops.gpu_kernels import STORE, Binary, Launcher, Variant, capability
+from ostinato.ops.kernel_launch import Launcher
+from ostinato.ops.kernel_store import STORE, Binary, Variant, capability
 
 MAX_SHARED = 227 << 10  # bytes that a block of sm_90 may use
 _ROW = 128  # bytes of a row of a tile in shared memory, the width of the swizzle

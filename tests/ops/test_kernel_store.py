@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ostinato.errors import ArtifactError, EngineError
-from ostinato.ops import gpu_kernels
-from ostinato.ops.gpu_kernels import CUBINS, INDEX, Binary, KernelStore
+from ostinato.ops import kernel_store
+from ostinato.ops.kernel_store import CUBINS, INDEX, Binary, KernelStore
 
 
 def binary(key: str) -> Binary:
@@ -21,7 +21,7 @@ def never() -> tuple[Binary, bytes]:
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_kernels, "capability_here", lambda: 90)
+    monkeypatch.setattr(kernel_store, "capability_here", lambda: 90)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_recording_may_compile_in_a_sealed_store() -> None:
 
 
 def test_kernels_of_another_gpu_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_kernels, "capability_here", lambda: 80)
+    monkeypatch.setattr(kernel_store, "capability_here", lambda: 80)
     with pytest.raises(ArtifactError, match="kernels for compute capability 90, this GPU has 80"):
         KernelStore().read(folder)
 
