@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.api_errors import NoAdmin
 from ostinato.runtime.http.api_schema import (
     AbortRequest,
@@ -22,6 +21,7 @@ from ostinato.runtime.http.api_schema import (
     WakeRequest,
 )
 from ostinato.runtime.http.bearer_key import has_key
+from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.request_rules import read_request
 from ostinato.runtime.http.server_state import STATE, answer_of
 from ostinato.runtime.http.wire import Wire
@@ -72,7 +72,7 @@ async def kv_target(request: web.Request) -> web.Response:
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """No later request finds what was computed so far. The body may be left out."""
     await _read_optional(request, ResetPrefixRequest)
-    return _json({"blocks": await request.app[STATE].engine.reset_prefix_cache()})
+    return json_response({"blocks": await request.app[STATE].engine.reset_prefix_cache()})
 
 
 async def abort(request: web.Request) -> web.Response:
@@ -83,19 +83,19 @@ async def abort(request: web.Request) -> web.Response:
     await state.engine.end_requests(None if fields.all else found)
     aborted = list(dict.fromkeys(answer_of(sequence) for sequence in found))
     log.warning("%d answers aborted by an operator", len(aborted))
-    return _json({"aborted": aborted, "unknown": [name for name, some in given.items() if not some]})
+    return json_response({"aborted": aborted, "unknown": [name for name, some in given.items() if not some]})
 
 
 async def start_profile(request: web.Request) -> web.Response:
     """Records what the engine's process does. The body may be left out."""
     fields = await _read_optional(request, StartProfileRequest)
-    return _json({"seconds": await request.app[STATE].engine.start_profile(fields.seconds)})
+    return json_response({"seconds": await request.app[STATE].engine.start_profile(fields.seconds)})
 
 
 async def stop_profile(request: web.Request) -> web.Response:
     """Answers when the trace is written; no step runs meanwhile. The body may be left out."""
     await _read_optional(request, StopProfileRequest)
-    return _json({"file": await request.app[STATE].engine.stop_profile()})
+    return json_response({"file": await request.app[STATE].engine.stop_profile()})
 
 
 async def _read_optional(request: web.Request, schema: type[W]) -> W:
@@ -103,9 +103,5 @@ async def _read_optional(request: web.Request, schema: type[W]) -> W:
     return await read_request(request, schema) if request.can_read_body else schema()
 
 
-def _json(answer: dict[str, object]) -> web.Response:
-    return web.Response(text=dump(answer), content_type="application/json")
-
-
 def _state(state: EngineState) -> web.Response:
-    return _json(state.model_dump())
+    return json_response(state.model_dump())

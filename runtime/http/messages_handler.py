@@ -7,10 +7,11 @@ from contextlib import aclosing
 
 from aiohttp import web
 
-from ostinato.runtime.http.answer_parts import dump, new_id
+from ostinato.runtime.http.answer_parts import new_id
 from ostinato.runtime.http.chat_run import FieldNames, begin_chat, prompt_ids, run_chat
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
+from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.messages_errors import anthropic_error_body
 from ostinato.runtime.http.messages_prompt import chat_of
 from ostinato.runtime.http.messages_render import MessageAnswer
@@ -35,7 +36,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
                 return await stream_frames(request, frames, lambda error: _failed(request, error))
             async for _ in frames:
                 pass
-        return web.Response(text=dump(answer.body()), content_type="application/json")
+        return json_response(answer.body())
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -44,7 +45,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     fields = await read_request(request, CountRequest)
     chat, names = chat_of(fields)
     ids = await prompt_ids(state, chat, names)
-    return web.Response(text=dump({"input_tokens": len(ids)}), content_type="application/json")
+    return json_response({"input_tokens": len(ids)})
 
 
 async def _frames(

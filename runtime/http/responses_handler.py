@@ -12,6 +12,7 @@ from ostinato.runtime.http.answer_parts import dump, new_id
 from ostinato.runtime.http.api_keys import Caller
 from ostinato.runtime.http.chat_run import begin_chat
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
+from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.named_events import stream_frames
 from ostinato.runtime.http.request_record import CURRENT
 from ostinato.runtime.http.request_rules import read_request
@@ -58,7 +59,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         if fields.background:
             frames = responses.start(run)
             if not streams:
-                return _json(dump(run.answer.body()))
+                return json_response(run.answer.body())
             async with aclosing(frames):
                 return await stream_frames(request, frames, lambda error: b"")
         async with aclosing(_frames(state, responses, run)) as made:
@@ -66,7 +67,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
                 return await stream_frames(request, made, lambda error: _failed(responses, run, error))
             async for _ in made:
                 pass
-        return _json(dump(run.answer.body()))
+        return json_response(run.answer.body())
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -104,7 +105,7 @@ async def delete_response(request: web.Request) -> web.Response:
     """Forget a response."""
     name = request.match_info["id"]
     await request.app[RESPONSES].delete(name, _owner())
-    return _json(dump({"id": name, "object": "response", "deleted": True}))
+    return json_response({"id": name, "object": "response", "deleted": True})
 
 
 async def list_input_items(request: web.Request) -> web.Response:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
+from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.pooling_run import Text, encode_texts, pooling_of, run_inputs, used
 from ostinato.runtime.http.pooling_schema import PoolingRequest, RerankRequest, ScoreRequest, as_list
 from ostinato.runtime.http.request_rules import read_request
@@ -29,7 +29,7 @@ async def score(request: web.Request) -> web.StreamResponse:
             state, "score", fields, first, second, ("text_1", "text_2"), sigmoid=fields.use_activation
         )
     data = [{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)]
-    return _json(
+    return json_response(
         {
             "id": name,
             "object": "list",
@@ -62,7 +62,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
         }
         for at in best
     ]
-    return _json({"id": name, "model": state.model, "results": results, "usage": used(inputs)})
+    return json_response({"id": name, "model": state.model, "results": results, "usage": used(inputs)})
 
 
 async def _scores(
@@ -107,7 +107,3 @@ async def _angles(
         return cosines(vectors[: len(first)], vectors[len(first) :])
 
     return name, await state.text.off_loop(compare), inputs
-
-
-def _json(answer: dict[str, object]) -> web.Response:
-    return web.Response(text=dump(answer), content_type="application/json")

@@ -9,7 +9,7 @@ from aiohttp import web
 import ostinato
 from ostinato.errors import EngineDead
 from ostinato.runtime.config import EngineConfig, without_secrets
-from ostinato.runtime.http.answer_parts import dump
+from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.server_state import STATE, ServerState
 
 
@@ -17,14 +17,14 @@ async def models(request: web.Request) -> web.Response:
     """The one model, in a list that is OpenAI's and Anthropic's at once."""
     one = _model(request.app[STATE])
     pages = {"has_more": False, "first_id": one["id"], "last_id": one["id"]}
-    return _json({"object": "list", "data": [one], **pages})
+    return json_response({"object": "list", "data": [one], **pages})
 
 
 async def model(request: web.Request) -> web.Response:
     """The model by name."""
     state = request.app[STATE]
     state.check_model(request.match_info["name"])
-    return _json(_model(state))
+    return json_response(_model(state))
 
 
 async def health(request: web.Request) -> web.Response:
@@ -33,18 +33,20 @@ async def health(request: web.Request) -> web.Response:
     try:
         stalled_s = state.engine.stalled_seconds
     except EngineDead as error:
-        return _json({"status": "dead", "reason": str(error)[:600]}, status=503)
+        return json_response({"status": "dead", "reason": str(error)[:600]}, status=503)
     stats = state.engine.stats
     facts = {"running": stats.running, "waiting": stats.waiting, "stalled_seconds": round(stalled_s, 3)}
     if stalled_s > state.config.stall_s:
         limit = f"server.stall_s={state.config.stall_s:g}"
         reason = f"no engine step for {stalled_s:.1f} s while requests wait ({limit})"
-        return _json({"status": "stalled", "reason": reason, **facts}, status=503)
+        return json_response({"status": "stalled", "reason": reason, **facts}, status=503)
     if stats.asleep:
-        return _json({"status": "asleep", "level": stats.asleep, **facts})
+        return json_response({"status": "asleep", "level": stats.asleep, **facts})
     if state.draining:
-        return _json({"status": "draining", "reason": "the server is shutting down", **facts}, status=503)
-    return _json({"status": "ok", **facts})
+        return json_response(
+            {"status": "draining", "reason": "the server is shutting down", **facts}, status=503
+        )
+    return json_response({"status": "ok", **facts})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -59,12 +61,12 @@ async def config(request: web.Request) -> web.Response:
     engine_config = state.engine_config or EngineConfig()
     safe = without_secrets(engine_config.model_copy(update={"server": state.config}))
     whole = safe.model_dump(mode="json", include=None if state.engine_config else {"server"})
-    return _json(whole)
+    return json_response(whole)
 
 
 async def version(request: web.Request) -> web.Response:
     """Version of ostinato."""
-    return _json({"version": ostinato.__version__})
+    return json_response({"version": ostinato.__version__})
 
 
 def _model(state: ServerState) -> dict[str, object]:
@@ -78,7 +80,3 @@ def _model(state: ServerState) -> dict[str, object]:
         "display_name": state.model,
         "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
     }
-
-
-def _json(value: object, *, status: int = 200) -> web.Response:
-    return web.Response(text=dump(value), status=status, content_type="application/json")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.api_schema import DetokenizeRequest, TokenizeRequest
 from ostinato.runtime.http.chat_handler import chat_prompt_ids
+from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.request_rules import check_template, check_tokens, read_request
 from ostinato.runtime.http.server_state import STATE
 
@@ -30,7 +30,7 @@ async def tokenize(request: web.Request) -> web.Response:
         "tokens": ids,
         "token_strs": names,
     }
-    return web.Response(text=dump(answer), content_type="application/json")
+    return json_response(answer)
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -39,4 +39,4 @@ async def detokenize(request: web.Request) -> web.Response:
     fields = await read_request(request, DetokenizeRequest)
     check_tokens(fields.tokens, state.engine.info.vocab_size, "tokens")
     text = await state.text.off_loop(lambda: state.text.decode(fields.tokens, skip_special=False))
-    return web.Response(text=dump({"prompt": text}), content_type="application/json")
+    return json_response({"prompt": text})
