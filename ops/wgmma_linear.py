@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     groups: int = 1  # warpgroups of a block, with 64 tokens each: 1 to 4
     split: int = 1  # blocks that share the columns: 1, 2, 4 or 8
     share: int = 1  # blocks that share the weights, with other tokens each: 1 or 2
+    blocks: int = 1  # on a multiprocessor: 1 to 6; several have one tile each, and follow on one another
 
 
 # What the tuner tries, by warpgroups that the tokens fill. On an H200 one block owns a multiprocessor, and
@@ -109,6 +110,7 @@ def check_tile(op: str, tile: Tile, is_gated: bool) -> None:
         "groups": not 1 <= tile.groups <= 4,
         "split": tile.split not in (1, 2, 4, 8) or outputs % (8 * tile.split) != 0,
         "share": tile.share not in (1, 2),
+        "blocks": not 1 <= tile.blocks <= 6,
         # registers: a thread holds rows / 2 sums, and three groups leave it 128, four 96
         "rows and groups": tile.rows > {3: 192, 4: 128}.get(tile.groups, 256),
     }
@@ -175,14 +177,16 @@ def launch(
     share = tile.share if token_tiles > 1 else 1
     stage_bytes = (token_rows + tile.rows) * 128
     spare = max(0, 64 * 128 - stage_bytes)  # fewer tokens than a multiplication reads: it runs on behind
-    room = MAX_SHARED * STORE.carveout // 100  # what other kernels of the step leave to shared memory
-    stages = min((room - spare - 1024) // (stage_bytes + 16), _MAX_STAGES)
+    # What other kernels of the step leave to shared memory; a block takes 1 KiB more than it asks for.
+    room = (MAX_SHARED + 1024) * STORE.carveout // 100 // tile.blocks - 2048
+    stages = min((room - spare) // (stage_bytes + 16), _MAX_STAGES)
     if tile.split > 1:  # the ring takes the sums of all threads at the end
         spare = max(spare, groups * 64 * tile.rows * 4 - stages * stage_bytes)
     outputs = tile.rows // 2 if is_gated else tile.rows
     tiles, cluster = -(-num_out // outputs), tile.split * share
     items = -(-token_tiles // share) * tiles
-    clusters = items if tile.split > 1 else min(items, multiprocessors(x_TK.get_device()) // cluster)
+    has_one_tile = tile.split > 1 or tile.blocks > 1
+    clusters = items if has_one_tile else min(items, multiprocessors(x_TK.get_device()) // cluster)
     constants = {
         "WGS": groups,
         "ROWS": token_rows,
