@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from ostinato.errors import EngineError, ModelError
+from ostinato.graph.facts import Task
 from ostinato.graph.hooks import IMPLEMENTATION, CaptureHooks
 
 
@@ -43,7 +44,7 @@ def build_model(
     dtype: torch.dtype,
     hooks: CaptureHooks,
     *,
-    task: Literal["generate", "embed", "score"] = "generate",
+    task: Task = "generate",
 ) -> BuiltModel:
     """Instantiate the class that transformers' `config` names, for number type `dtype`.
 
@@ -101,10 +102,10 @@ def _refuse_length_dependent_rope(config: Any, where: str = "config.json") -> No
             _refuse_length_dependent_rope(value, f"{where}: {key}")
 
 
-_SUFFIX = {"generate": "ForCausalLM", "embed": "Model", "score": "ForSequenceClassification"}
+_SUFFIX: dict[Task, str] = {"generate": "ForCausalLM", "embed": "Model", "score": "ForSequenceClassification"}
 
 
-def _model_class(config: Any, task: Literal["generate", "embed", "score"]) -> Any:
+def _model_class(config: Any, task: Task) -> Any:
     """transformers' class for a task: the one that the config names, if it is for it, or the family's."""
     import transformers
     from transformers.models.auto import modeling_auto

@@ -8,6 +8,11 @@ from pydantic import Field
 
 from ostinato.section import Section
 
+Task = Literal["generate", "embed", "score"]
+"""What a model is for."""
+PoolingMode = Literal["mean", "last", "cls"]
+"""What stands for a sequence: the mean of its rows, its last row or its first."""
+
 
 class KVLayer(Section):
     """One pair of KV planes, [num_blocks, block_tokens, kv_heads, k_size] and [..., v_size]."""
@@ -39,9 +44,7 @@ class PoolingFacts(Section):
     """What a model gives that answers with numbers for each whole input instead of generated tokens."""
 
     task: Literal["embed", "score"] = Field(description="a vector of an input, or a score of a pair of texts")
-    pooling: Literal["mean", "last", "cls"] = Field(
-        description="what stands for a sequence: the mean of its rows, its last row or its first"
-    )
+    pooling: PoolingMode
     size: int = Field(description="numbers in an answer")
     normalize: bool = Field(False, description="vectors have length 1")
     matryoshka: tuple[int, ...] = Field((), description="lengths that vectors may be cut to; empty: any")

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from ostinato.errors import EngineError, ModelError
 from ostinato.graph.build import BuiltModel
 from ostinato.graph.capture import MAX_STEP_TOKENS, CapturedGraph, export, name_weights
-from ostinato.graph.facts import ModelFacts, PoolingFacts
+from ostinato.graph.facts import ModelFacts, PoolingFacts, PoolingMode
 from ostinato.graph.pool_hooks import PoolHooks, PoolMask
 from ostinato.graph.pooling import PoolingPlan, dense_layers
 from ostinato.ops.step_inputs import PoolInputs
@@ -36,7 +36,7 @@ class _PoolStep(nn.Module):
         super().__init__()
         self.model, self.dense = model, dense
         self._hooks, self._task = hooks, plan.task
-        self.pooling: Literal["mean", "last", "cls"] = plan.pooling or "cls"
+        self.pooling: PoolingMode = plan.pooling or "cls"
         self.is_alone = False  # one sequence: the model as it is
         self._known = inspect.signature(model.forward).parameters
         self.first_position = _first_position(model)
@@ -238,7 +238,7 @@ def _is_causal(built: BuiltModel, hooks: PoolHooks) -> bool:
     return kinds == {True}
 
 
-def _pooling(built: BuiltModel, plan: PoolingPlan, causal: bool) -> Literal["mean", "last", "cls"]:
+def _pooling(built: BuiltModel, plan: PoolingPlan, causal: bool) -> PoolingMode:
     if plan.task == "score":
         if isinstance(built.model, GenericForSequenceClassification):
             return "last"

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from ostinato.errors import ConfigError, ModelError
 from ostinato.graph.checkpoint import read_header, read_tensors
 from ostinato.graph.config import GraphConfig
+from ostinato.graph.facts import PoolingMode
 from ostinato.graph.source import ModelSource
 from ostinato.graph.source_hf import read_json
 
 log = logging.getLogger(__name__)
 
 MODULES = "modules.json"
-_MODES: dict[str, Literal["mean", "last", "cls"]] = {
+_MODES: dict[str, PoolingMode] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
     "pooling_mode_cls_token": "cls",
@@ -46,7 +47,7 @@ class PoolingPlan(NamedTuple):
     """What is to be made of a model's hidden states."""
 
     task: Literal["embed", "score"]
-    pooling: Literal["mean", "last", "cls"] | None  # None: the folder does not say
+    pooling: PoolingMode | None  # None: the folder does not say
     normalize: bool
     dense: tuple[Dense, ...]
     max_tokens: int | None  # longest input, if the folder limits it
@@ -94,11 +95,9 @@ def _task(source: ModelSource) -> str:
     return "embed" if name.endswith(("Model", "ForMaskedLM", "ForPreTraining")) else "generate"
 
 
-def _read_modules(
-    folder: Path,
-) -> tuple[Literal["mean", "last", "cls"] | None, bool, tuple[Dense, ...]]:
+def _read_modules(folder: Path) -> tuple[PoolingMode | None, bool, tuple[Dense, ...]]:
     """Pooling, normalisation and dense layers of a sentence-transformers folder."""
-    pooling: Literal["mean", "last", "cls"] | None = None
+    pooling: PoolingMode | None = None
     normalize, dense = False, list[Dense]()
     for at, (kind, path) in enumerate(_modules(folder)):
         if kind == "Transformer" and at == 0 and path in ("", "."):
@@ -131,7 +130,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _mode(path: Path) -> Literal["mean", "last", "cls"]:
+def _mode(path: Path) -> PoolingMode:
     stated = read_json(path, needed=True)
     modes = [name for name, is_on in stated.items() if name.startswith("pooling_mode_") and is_on is True]
     if isinstance(single := stated.get("pooling_mode"), str):

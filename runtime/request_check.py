@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded, RequestError, WrongTask
+from ostinato.graph.facts import Task
 from ostinato.runtime.messages import EngineInfo, GenerateRequest, Refused
 from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.sampling.sampling_check import validate_sampling
@@ -33,26 +34,26 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
         )
 
 
-ROUTES = {  # what a front end over HTTP does it with
+ROUTES: dict[Task, str] = {  # what a front end over HTTP does it with
     "generate": "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
     "embed": "/v1/embeddings, /v1/score and /v1/rerank",
     "score": "/v1/score and /v1/rerank",
 }
 
 
-def task_of(info: EngineInfo) -> Literal["generate", "embed", "score"]:
+def task_of(info: EngineInfo) -> Task:
     """What the model is for."""
     return "generate" if info.pooling is None else info.pooling.task
 
 
-def check_task(task: Literal["generate", "embed", "score"], info: EngineInfo) -> None:
+def check_task(task: Task, info: EngineInfo) -> None:
     """Raise WrongTask for what the model cannot do. Vectors give scores too, by their angle."""
     able = task_of(info)
     if task != able and (task, able) != ("score", "embed"):
         raise wrong_task(task, info)
 
 
-def wrong_task(task: Literal["generate", "embed", "score"], info: EngineInfo) -> WrongTask:
+def wrong_task(task: Task, info: EngineInfo) -> WrongTask:
     """The refusal, which says what the model can do."""
     able = task_of(info)
     return WrongTask(

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 from ostinato import log as logs
 from ostinato.errors import CompileError, ModelError, no_such_path
+from ostinato.graph.facts import Task
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.http.serve_app import listen, serve
@@ -117,7 +117,7 @@ def _flag_value(value: object) -> str:
 
 
 _QUESTION = "What is the capital of France?"
-_TRIES: dict[str, tuple[str, dict[str, object]]] = {
+_TRIES: dict[Task, tuple[str, dict[str, object]]] = {
     "generate": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_tokens": 64},
@@ -127,9 +127,7 @@ _TRIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def curl_line(
-    url: str, model: str, config: EngineConfig, *, task: Literal["generate", "embed", "score"] = "generate"
-) -> str:
+def curl_line(url: str, model: str, config: EngineConfig, *, task: Task = "generate") -> str:
     """A request that works when pasted into a shell."""
     path, fields = _TRIES[task]
     body = json.dumps({"model": model, **fields})

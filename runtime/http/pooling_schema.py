@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from ostinato.runtime.http.wire import STRICT, Task, TokenId, Whole, Wire, optional, required
+from ostinato.graph.facts import Task
+from ostinato.runtime.http.wire import STRICT, TokenId, Whole, Wire, optional, required
 
 MAX_INPUTS = 2048  # OpenAI's limit
 

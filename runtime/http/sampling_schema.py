@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from ostinato.graph.facts import Task
 from ostinato.runtime.http.grammar_schema import GrammarRequest
-from ostinato.runtime.http.wire import STRICT, Task, TokenId, Whole, optional
+from ostinato.runtime.http.wire import STRICT, TokenId, Whole, optional
 
 MAX_STOPS = 32
 MAX_LOGIT_BIAS = 1024

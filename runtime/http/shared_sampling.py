@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from ostinato.graph.facts import Task
 from ostinato.runtime.http.sampling_schema import LogitBias
-from ostinato.runtime.http.wire import Task, TokenId, Whole, Wire, optional
+from ostinato.runtime.http.wire import TokenId, Whole, Wire, optional
 
 _CHAT = "as in /v1/chat/completions"
 _CONFIG = "generation_config.json"  # the model's; its value is the default

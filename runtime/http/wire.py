@@ -8,10 +8,11 @@ the values that ask for nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ostinato.graph.facts import Task
 from ostinato.runtime.http.known_fields import keep_known
 
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
@@ -66,9 +67,6 @@ def optional(rule: str, default: str = "none", **limits: Any) -> Any:  # Any: as
 def required(rule: str, **limits: Any) -> Any:  # Any: as pydantic's Field
     """A field that must be there."""
     return Field(description=rule, json_schema_extra={"x-default": "required"}, **limits)
-
-
-Task = Literal["generate", "embed", "score"]
 
 
 class Wire(BaseModel):

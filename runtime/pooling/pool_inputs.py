@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 import torch
 
+from ostinato.graph.facts import PoolingMode
 from ostinato.ops.step_inputs import PoolInputs
 
 
 def pool_inputs(
     sequences: Sequence[Sequence[int]],
     token_types: Sequence[Sequence[int]],
-    pooling: Literal["mean", "last", "cls"],
+    pooling: PoolingMode,
 ) -> PoolInputs:
     """Token ids of each sequence, which has at least one, and their types (empty: all 0)."""
     lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
