@@ -12,7 +12,29 @@ from ostinato.runtime.http.wire import STRICT, Wire, optional
 
 MAX_CHOICE_TEXTS = 1024
 
-Schema = dict[str, Any] | bool  # Any: a JSON schema
+
+def _schema_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "#text"
+    return "#flag" if isinstance(value, bool) else "#object" if isinstance(value, dict) else None
+
+
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag("#object")] | Annotated[bool, Tag("#flag")],  # Any: a JSON schema
+    Discriminator(
+        _schema_kind,
+        custom_error_type="schema_kind",
+        custom_error_message="must be a JSON schema: an object, true or false",
+    ),
+]
+SchemaOrText = Annotated[
+    Annotated[dict[str, Any], Tag("#object")] | Annotated[bool, Tag("#flag")] | Annotated[str, Tag("#text")],
+    Discriminator(
+        _schema_kind,
+        custom_error_type="schema_kind",
+        custom_error_message="must be a JSON schema: an object, its text, true or false",
+    ),
+]
 ChoiceTexts = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=4096)]],
     Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
@@ -101,7 +123,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = STRICT
 
-    json_schema: Schema | str | None = Field(None, alias="json")
+    json_schema: SchemaOrText | None = Field(None, alias="json")
     regex: str | None = None
     choice: ChoiceTexts | None = None
     grammar: str | None = None
@@ -119,7 +141,7 @@ class GrammarRequest(Wire):
     structured_outputs: StructuredOutputs | None = optional(
         "one of `json`, `regex`, `choice`, `grammar`, `json_object`: true, `structural_tag`"
     )
-    guided_json: Schema | str | None = optional(
+    guided_json: SchemaOrText | None = optional(
         "a JSON schema, also as text; every keyword must be enforceable"
     )
     guided_regex: str | None = optional("the whole answer matches this regular expression")

@@ -65,10 +65,22 @@ async def serving(
     script: Script, *, text: TextFrontEnd | None = None, window: int = 64, **settings: Any
 ) -> AsyncIterator[Served]:
     """Serve `script` on a free port of this machine. `settings` are those of ServerConfig."""
-    text = text or front_end()
     engine = FakeEngine(script, info(vocab_size=410, max_model_len=window, eos=1))
+    async with serving_engine(engine, text=text, **settings) as served:
+        try:
+            yield served
+        finally:
+            if engine.gate is not None:
+                engine.gate.set()
+
+
+@asynccontextmanager
+async def serving_engine(
+    engine: Any, *, text: TextFrontEnd | None = None, **settings: Any
+) -> AsyncIterator[Served]:
+    """The same in front of any EngineClient."""
     config = ServerConfig(port=0, **{"drain_s": 1.0, **settings})
-    app = make_app(engine, config, text)
+    app = make_app(engine, config, text or front_end())
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     task = asyncio.create_task(serve(app, listen(config), on_ready=ready.set_result, stop=stop))
@@ -78,8 +90,6 @@ async def serving(
         try:
             yield Served(engine, app[STATE], url, http, stop, task, app)
         finally:
-            if engine.gate is not None:
-                engine.gate.set()
             stop.set()
             await task
 

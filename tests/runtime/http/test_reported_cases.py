@@ -1,6 +1,7 @@
 """Faults that users of other servers reported: the right values, for the whole kind of each."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -259,6 +260,7 @@ JUNK: tuple[object, ...] = (
     "2", "", True, False, 0, -1, 1, 2.5, 1e300, -(2**63), 2**70, [], [[]], [1, "a"], [-1], {}, {"a": 1},
     "x" * 3000, "\x00", ["\ud7ff"] * 40, {"type": "nonsense"}, [None], {"1": None},
 )  # fmt: skip
+TYPES = {"str", "int", "bool", "float", "list", "dict"}
 
 
 @BOTH
@@ -279,6 +281,12 @@ async def test_any_value_in_any_field_is_an_answer_or_a_400_that_names_it(path: 
                 assert error["param"] is not None, (name, value, raw)
                 named = error["param"].replace("[", ".").split(".")[0]
                 assert named == name or name in error["message"], (name, value, raw)
+                steps = re.split(r"[.\[\]]+", error["param"])
+                assert TYPES.isdisjoint(steps), (
+                    name,
+                    value,
+                    raw,
+                )  # what a client wrote, not what we hoped for
                 refusals += 1
         assert served.engine.running == {}
         status, _ = await served.post(path, ASK[path])

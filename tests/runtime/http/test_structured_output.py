@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,17 +14,15 @@ import pytest
 from pydantic import ValidationError
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.config import EngineConfig, ServerConfig
+from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.engine_thread import EngineThread
 from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import ChatRequest, CompletionRequest
 from ostinato.runtime.http.grammar_schema import grammar_params
-from ostinato.runtime.http.serve_app import listen, serve
-from ostinato.runtime.http.server import make_app
 from tests.support.engine_runs import toy_config
 from tests.support.grammar_runs import toy_folder
+from tests.support.serving import serving_engine
 from tests.support.toy_model import ToyModel
-from tests.support.toy_text import front_end
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
@@ -116,18 +115,8 @@ async def toy_server(path: Path) -> AsyncIterator[str]:
     def load(path: Path, config: EngineConfig) -> ToyModel:
         return ToyModel(path)
 
-    engine = EngineThread(folder, toy_config(), load=load)
-    config = ServerConfig(port=0, drain_s=1.0)
-    app = make_app(engine, config, front_end())
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    task = asyncio.create_task(serve(app, listen(config), on_ready=ready.set_result, stop=stop))
-    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
-    try:
-        yield ready.result()
-    finally:
-        stop.set()
-        await task
+    async with serving_engine(EngineThread(folder, toy_config(), load=load)) as served:
+        yield served.url
 
 
 async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -191,3 +180,72 @@ async def test_wrong_grammars_are_400_beside_answers_that_go_on_streamed_or_not(
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
         async with aiohttp.ClientSession() as http, http.get(url + "/health") as response:
             assert response.status == 200
+
+
+def wanting(schema: object, **more: object) -> dict[str, Any]:
+    """Fields of a chat whose answer is to follow a schema."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+    return {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60, "response_format": wanted}
+
+
+async def test_response_format_is_enforced_or_refused_by_its_place(tmp_path: Path):
+    """Case B57, by its numbers."""
+    schemas: list[object] = [
+        {"type": "object", "properties": {"foo": "bar"}},
+        {"type": "objekt"},
+        {"type": "string", "pattern": "([a-z"},
+        {"$ref": "#/nowhere"},
+        {"type": "array", "uniqueItems": True},
+    ]
+    async with toy_server(tmp_path) as url:
+        long = {"prompt": "the quick", "max_tokens": 120, "ignore_eos": True}
+        beside = [asyncio.create_task(post(url, COMPLETE, long)) for _ in range(3)]
+        for stream in (False, True):
+            for schema in schemas:
+                status, body = await post(url, CHAT, {**wanting(schema, strict=True), "stream": stream})
+                assert (status, body["error"]["param"]) == (400, "response_format"), schema
+            status, body = await post(url, CHAT, {**wanting(None), "stream": stream})
+            assert (status, body["error"]["param"]) == (400, "response_format.json_schema.schema")
+            for seed in range(5):
+                fields = wanting({"type": "integer", "minimum": 3, "maximum": 3})
+                assert await said(url, {**fields, "seed": seed, "stream": stream}) == "3"
+                fields = wanting(
+                    {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 99}, strict=True
+                )
+                assert int(await said(url, {**fields, "seed": seed, "stream": stream})) % 7 == 0
+        for status, answer in await asyncio.gather(*beside):
+            assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+
+
+async def said(url: str, fields: dict[str, Any]) -> str:
+    """The text of a chat, streamed or whole."""
+    status, answer = await post(url, CHAT, fields)
+    assert status == 200, answer
+    if not fields["stream"]:
+        return str(answer["choices"][0]["message"]["content"])
+    pieces = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]
+    return "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces)
+
+
+async def test_health_answers_while_large_schemas_are_compiled(tmp_path: Path):
+    deep: object = {"type": "integer"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    wide = {"enum": [f"w{at}_{at * 7}" for at in range(8000)]}
+    async with toy_server(tmp_path) as url, aiohttp.ClientSession() as http:
+        for schema in (deep, wide):
+            began = time.monotonic()
+            asked = asyncio.create_task(post(url, CHAT, wanting(schema)))
+            longest_s = 0.0
+            while not asked.done():
+                asked_at = time.monotonic()
+                async with http.get(url + "/health") as response:
+                    assert response.status == 200
+                longest_s = max(longest_s, time.monotonic() - asked_at)
+            status, answer = await asked
+            assert (status, status == 200 or answer["error"]["param"]) in (
+                (200, True),
+                (400, "response_format"),
+            )
+            assert time.monotonic() - began < 10  # below one on an idle machine
+            assert longest_s < 1  # 20 ms
