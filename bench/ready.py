@@ -66,8 +66,9 @@ async def call_hook(http: aiohttp.ClientSession, target: TargetSettings, path: s
     if not path:
         return
     url = target.url.rstrip("/") + path
+    key = {"Authorization": f"Bearer {target.profile_key}"} if target.profile_key else {}
     try:
-        async with http.post(url, json={}) as response:
+        async with http.post(url, json={}, headers=key) as response:
             if response.status >= 300:
                 said = (await response.text(errors="replace"))[:300]
                 raise ConfigError(f"POST {url}: status {response.status}: {said}")

@@ -33,6 +33,9 @@ class TargetSettings(Section):
     ready_timeout_s: float = Field(60.0, ge=0, description="wait so long for the server; 0: not at all")
     profile_start: str = Field("", description="path that gets a POST before each measured run")
     profile_stop: str = Field("", description="path that gets a POST after it")
+    profile_key: str = Field(
+        "", description="bearer token of these two; better given as OSTINATO_ADMIN_KEY; empty: as of requests"
+    )
 
 
 class Backend(NamedTuple):

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    key = os.environ.get("OPENAI_API_KEY", "")
-    target = read_section(arguments, TargetSettings, api_key=key)
+    key, profile_key = (os.environ.get(name, "") for name in ("OPENAI_API_KEY", "OSTINATO_ADMIN_KEY"))
+    target = read_section(arguments, TargetSettings, api_key=key, profile_key=profile_key)
     data = read_section(arguments, DataSettings)
     load = read_section(arguments, LoadSettings)
     summary = read_section(arguments, SummarySettings)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         model, points = asyncio.run(
             run_sweep(target, data, load, summary, watcher=watcher, save_requests=output.save_requests)
         )
-    target = target.model_copy(update={"model": model, "api_key": "", "headers": ()})
+    target = target.model_copy(update={"model": model, "api_key": "", "profile_key": "", "headers": ()})
     settings = {
         "target": target.model_dump(),
         "data": data.model_dump(),

@@ -99,6 +99,19 @@ async def done(request, body):
     return web.json_response({})
 
 
+async def test_the_profiler_has_a_key_of_its_own_which_no_request_gets():
+    seen = []
+
+    async def keys(request, body):
+        seen.append((request.path, request.headers.get("Authorization")))
+        return await (SHORT if request.path == TEXT else done)(request, body)
+
+    async with scripted(dict.fromkeys((TEXT, "/start", "/stop"), keys)) as server:
+        hooks = {"profile_start": "/start", "profile_stop": "/stop", "api_key": "user", "profile_key": "root"}
+        await sweep(server.url, target=hooks, data={"num_prompts": 1})
+    assert set(seen) == {(TEXT, "Bearer user"), ("/start", "Bearer root"), ("/stop", "Bearer root")}
+
+
 async def test_bodies_ask_for_usage_full_length_and_what_the_user_adds():
     extra = json.dumps({"top_k": 5, "temperature": None})
     async with scripted({TEXT: SHORT}) as server:
