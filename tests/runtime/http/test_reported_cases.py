@@ -42,48 +42,6 @@ async def streamed(served: Served, path: str, **fields: object) -> tuple[list[st
     return [text for text in texts if text], choices[-1]["finish_reason"]
 
 
-# Where a prompt and max_tokens meet the window
-
-
-@BOTH
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-async def test_a_limit_below_one_is_refused_and_a_huge_one_is_cut(path: str, name: str):
-    if path == TEXT and name != "max_tokens":
-        return
-    async with serving(say([10] * 200)) as served:
-        for stream in (False, True):
-            for value in (0, -1, "5", 1.5):
-                status, body = await served.post(path, {**ASK[path], name: value, "stream": stream})
-                assert (status, body["error"]["param"]) == (400, name)
-        assert served.engine.requests == []
-        status, whole = await served.post(path, {**ASK[path], name: 1_000_000_000})
-        room = 64 - whole["usage"]["prompt_tokens"]
-        assert (status, whole["usage"]["completion_tokens"]) == (200, room)
-        assert whole["choices"][0]["finish_reason"] == "length"
-        assert served.engine.requests[0].sampling.max_tokens == room
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_template_s_tokens_count_and_the_message_has_window_and_length(stream: bool):
-    async with serving(say([10] * 200)) as served:
-        empty = (await served.post("/tokenize", {"messages": [{"role": "user", "content": "!"}]}))[1][
-            "count"
-        ] - 1
-        for room in (0, 1, 4):
-            content = "!" * (64 - empty - room)
-            messages = [{"role": "user", "content": " ".join(content)}]
-            count = (await served.post("/tokenize", {"messages": messages}))[1]["count"]
-            fields = {"messages": messages, "max_tokens": 10, "stream": stream}
-            if count >= 64:
-                status, body = await served.post(CHAT, fields)
-                assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-                assert f"{count} tokens" in body["error"]["message"]
-                assert "64 tokens" in body["error"]["message"]
-            elif not stream:
-                _, whole = await served.post(CHAT, fields)
-                assert whole["usage"]["completion_tokens"] == min(10, 64 - count)
-
-
 # Log-probabilities: legal combinations answer, the others are refused
 
 
