@@ -40,12 +40,8 @@ async def encode_texts(
     window, kept = state.engine.info.max_model_len, kept_tokens(state, fields)
 
     def encode() -> list[Encoded]:
-        made = []
-        for text in texts:
-            for part in (text.first, text.second):
-                if part == "":
-                    raise InvalidRequest(f"{text.param}: must not be empty", param=text.param)
-            encoded = state.text.encode_input(
+        return [
+            state.text.encode_input(
                 text.first,
                 text.second,
                 window=window,
@@ -53,11 +49,8 @@ async def encode_texts(
                 param=text.param,
                 add_special_tokens=special,
             )
-            check_length(len(encoded.token_ids), window, param=text.param)
-            if not encoded.token_ids:
-                raise InvalidRequest(f"{text.param}: the text has no tokens", param=text.param)
-            made.append(encoded)
-        return made
+            for text in texts
+        ]
 
     return await state.text.off_loop(encode)
 

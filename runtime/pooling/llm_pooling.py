@@ -10,7 +10,7 @@ from ostinato.errors import InvalidRequest
 from ostinato.runtime.llm_arguments import checked_text, read_prompts
 from ostinato.runtime.llm_session import Session
 from ostinato.runtime.messages import PoolRequest, PoolResult
-from ostinato.runtime.pooling.pool_check import check_length, check_pool_request
+from ostinato.runtime.pooling.pool_check import check_pool_request
 from ostinato.runtime.pooling.pool_text import Encoded, floats
 from ostinato.runtime.pooling.score_pairs import cosines, pairs_of
 from ostinato.runtime.request_check import check_task, wrong_task
@@ -37,11 +37,7 @@ def embed(session: Session, prompts: object, options: Options) -> list[Embedding
     """A vector of each prompt, which is text or token ids."""
     check_task("embed", session.client.info)
     given = read_prompts(prompts)
-    inputs = [
-        _encoded(session, one, None, f"prompts[{at}]", options) if isinstance(one, str) else
-        Encoded(one[: _kept(session, options)], ())
-        for at, one in enumerate(given)
-    ]  # fmt: skip
+    inputs = [_prompt(session, one, f"prompts[{at}]", options) for at, one in enumerate(given)]
     requests = _requests(session, inputs, options)
     results = _results(session, requests, options)
     return [
@@ -57,7 +53,6 @@ def embed(session: Session, prompts: object, options: Options) -> list[Embedding
 
 def score(session: Session, first: object, second: object, options: Options) -> list[ScoringRequestOutput]:
     """A score of each pair."""
-    check_task("score", session.client.info)
     pooling = session.client.info.pooling
     if pooling is None:
         raise wrong_task("score", session.client.info)
@@ -91,7 +86,10 @@ def _texts(given: object, param: str) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(one, str) for one in texts):
         raise InvalidRequest(f"{param}: give a text or a list of texts, at least one", param=param)
-    return [checked_text(one, param, f"{param}[{at}]") for at, one in enumerate(texts)]
+    for at, one in enumerate(texts):
+        if not checked_text(one, param, f"{param}[{at}]"):
+            raise InvalidRequest(f"{param}[{at}]: must not be empty", param=param)
+    return list(texts)
 
 
 def _kept(session: Session, options: Options) -> int | None:
@@ -99,14 +97,15 @@ def _kept(session: Session, options: Options) -> int | None:
     return window if options.truncate == -1 else options.truncate
 
 
+def _prompt(session: Session, given: str | Sequence[int], param: str, options: Options) -> Encoded:
+    if isinstance(given, str):
+        return _encoded(session, given, None, param, options)
+    return Encoded(tuple(given[: _kept(session, options)]), ())
+
+
 def _encoded(session: Session, first: str, second: str | None, param: str, options: Options) -> Encoded:
-    if not first or second == "":
-        raise InvalidRequest(f"{param}: must not be empty", param=param)
     window = session.client.info.max_model_len
-    kept = _kept(session, options)
-    one = session.text.encode_input(first, second, window=window, kept=kept, param=param)
-    check_length(len(one.token_ids), window, param=param)
-    return one
+    return session.text.encode_input(first, second, window=window, kept=_kept(session, options), param=param)
 
 
 def _requests(session: Session, inputs: Sequence[Encoded], options: Options) -> list[PoolRequest]:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ostinato.errors import EngineError, InvalidRequest, RequestAborted
+from ostinato.errors import EngineError, RequestAborted
 from ostinato.runtime.messages import PoolResult
+from ostinato.runtime.request_check import name_in_use
 
 
 class PoolAnswers:
@@ -25,14 +26,12 @@ class PoolAnswers:
     @contextmanager
     def waiting(self, names: Sequence[str]) -> Iterator[list[asyncio.Future[PoolResult]]]:
         """One future for each name, while the block runs. InvalidRequest for a name that is in use."""
-        if (wrong := next((name for name in names if name in self._open), None)) or len(set(names)) < len(
-            names
-        ):
-            raise InvalidRequest(
-                f"request_id {wrong or names[0]!r} is in use: give each request its own", param="request_id"
-            )
         loop = asyncio.get_running_loop()
-        futures = {name: loop.create_future() for name in names}
+        futures: dict[str, asyncio.Future[PoolResult]] = {}
+        for name in names:
+            if name in self._open or name in futures:
+                raise name_in_use(name)
+            futures[name] = loop.create_future()
         self._open |= futures
         try:
             yield list(futures.values())

@@ -29,16 +29,26 @@ def check_pool_request(request: PoolRequest, info: EngineInfo) -> PoolingFacts:
         )
     if request.dimensions is not None:
         check_dimensions(request.dimensions, pooling)
+    check_activation(request.sigmoid, pooling)
     return pooling
 
 
-def check_length(tokens: int, window: int, *, param: str) -> None:
-    """ContextTooLong for an input that is longer than the model's window."""
+def check_length(tokens: int, window: int, *, param: str, at_least: bool = False) -> None:
+    """ContextTooLong for an input over the model's window; `at_least`: `tokens` is a lower bound."""
     if tokens > window:
+        count = f"at least {tokens}" if at_least else f"{tokens}"
         raise ContextTooLong(
-            f"{param}: the input has {tokens} tokens and the model takes {window}; shorten it, or set "
+            f"{param}: the input has {count} tokens and the model takes {window}; shorten it, or set "
             "truncate_prompt_tokens=-1 to have its end cut off",
             param=param,
+        )
+
+
+def check_activation(sigmoid: bool | None, pooling: PoolingFacts) -> None:
+    """InvalidRequest for a choice that only a cross-encoder has."""
+    if sigmoid is not None and pooling.task != "score":
+        raise InvalidRequest(
+            "use_activation: this model compares vectors by their angle; leave it out", param="use_activation"
         )
 
 

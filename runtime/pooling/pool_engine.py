@@ -54,10 +54,10 @@ from ostinato.runtime.messages import (
     Wake,
 )
 from ostinato.runtime.pooling.pool_check import check_pool_request
-from ostinato.runtime.pooling.pool_inputs import pool_inputs
+from ostinato.runtime.pooling.pool_inputs import moved, pool_inputs
 from ostinato.runtime.pooling.pool_queue import PoolQueue, Waiting
 from ostinato.runtime.profiler import Profiler
-from ostinato.runtime.request_check import check_request, refusal_of
+from ostinato.runtime.request_check import check_request, name_in_use, refusal_of
 from ostinato.runtime.sleeping_weights import Weights
 
 log = logging.getLogger(__name__)
@@ -198,9 +198,7 @@ class PoolEngine:
             return
         check_pool_request(request, self.info)
         if request.request_id in self._queue:
-            raise InvalidRequest(
-                f"request_id {request.request_id!r} is in use: give each request its own", param="request_id"
-            )
+            raise name_in_use(request.request_id)
         if len(self._queue) >= self._max_waiting:
             raise Overloaded(
                 f"{self._max_waiting} inputs wait already (scheduler.max_waiting); try again later"
@@ -237,12 +235,9 @@ class PoolEngine:
             [request.token_types for request in requests],
             self._pooling.pooling,
         )
-        device = self._model.device
-        if device.type != "cpu":
-            moved = PoolInputs(*(tensor.to(device) for tensor in inputs))
-            inputs = moved._replace(query_start=inputs.query_start)
-        with torch.inference_mode():
-            return self._model(inputs, ()).float().cpu()
+        step = self._profiler.step(self._steps, len(requests), len(inputs.token_ids))
+        with step, torch.inference_mode():
+            return self._model(moved(inputs, self._model.device), ()).float().cpu()
 
     def _answer(self, call: Call) -> list[Message]:
         """Do what a call asks for."""

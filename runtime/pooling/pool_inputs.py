@@ -32,3 +32,9 @@ def pool_inputs(
         query_start=torch.from_numpy(starts),
         rows=torch.from_numpy((starts[1:] - 1 if pooling == "last" else starts[:-1]).astype(np.int64)),
     )
+
+
+def moved(inputs: PoolInputs, device: torch.device) -> PoolInputs:
+    """On the device, but for `query_start`: attention reads it on the host."""
+    there = PoolInputs(*(tensor.to(device) for tensor in inputs))
+    return there._replace(query_start=inputs.query_start)

@@ -15,9 +15,8 @@ from torch import Tensor, fx
 
 from ostinato.errors import CompileError, ModelError
 from ostinato.graph.facts import PoolingFacts
-from ostinato.ops.step_inputs import PoolInputs
 from ostinato.runtime.artifact import Proof
-from ostinato.runtime.pooling.pool_inputs import pool_inputs
+from ostinato.runtime.pooling.pool_inputs import moved, pool_inputs
 from ostinato.runtime.program import Bound
 from ostinato.runtime.proof import FACTOR, interpret, kept, refuse_infinite
 
@@ -51,7 +50,7 @@ def prove_pooling(
     types = [[0] * (len(ids) // 2) + [1] * (len(ids) - len(ids) // 2) for ids in sequences]
     if pooling.token_types < 2:
         types = [[0] * len(ids) for ids in sequences]
-    inputs = _moved(pool_inputs(sequences, types, pooling.pooling), device)
+    inputs = moved(pool_inputs(sequences, types, pooling.pooling), device)
     if device != CPU:
         weights = kept(weights, device)
     truth = interpret(graph_module, weights, inputs, (), torch.float64).double().cpu()
@@ -59,7 +58,7 @@ def prove_pooling(
     ours = program(inputs, ()).double().cpu()
     refuse_infinite({"truth": (truth, ()), "plain": (plain, ())}, dtype)
     for row, (tokens, kinds) in enumerate(zip(sequences, types, strict=True)):
-        one = _moved(pool_inputs([tokens], [kinds], pooling.pooling), device)
+        one = moved(pool_inputs([tokens], [kinds], pooling.pooling), device)
         own = interpret(alone or graph_module, weights, one, (), torch.float64).double().cpu()
         if _apart(own[0], truth[row]) > ALONE * float(truth.abs().max()):
             raise ModelError(
@@ -87,9 +86,3 @@ def prove_pooling(
 
 def _apart(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())
-
-
-def _moved(inputs: PoolInputs, device: torch.device) -> PoolInputs:
-    """On the device, but for what is read on the host."""
-    moved = PoolInputs(*(tensor.to(device) for tensor in inputs))
-    return moved._replace(query_start=inputs.query_start)

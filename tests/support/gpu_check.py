@@ -83,6 +83,7 @@ PARTS = (
     Part("memory", 60, command=_pytest("tests/runtime/memory")),  # alone: it looks at what is free
     Part("e2e", 400, command=_pytest("tests/e2e/test_gpu.py", "tests/e2e/test_gpu_process.py")),
     Part("e2e-serve", 240, command=_pytest("tests/e2e/test_gpu_serve.py")),
+    Part("e2e-embed", 90, command=_pytest("tests/e2e/test_embeddings.py")),
     Part("memcheck", 300, tests=UNIT, processes=8, per_file=3, checker="memcheck", environment=NO_CACHE),
     Part("racecheck", 300, tests=UNIT[:1], processes=5, per_file=2, checker="racecheck", only=RACY),
     _benchmark("engine", 300),

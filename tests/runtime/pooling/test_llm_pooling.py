@@ -65,6 +65,12 @@ def test_scores_come_from_vectors_or_from_a_cross_encoder(embedder: LLM):
         (lambda llm: llm.embed(words(*range(5, 25))), ContextTooLong, "22 tokens and the model takes 16"),
         (lambda llm: llm.score("w5", []), InvalidRequest, "documents: give a text or a list"),
         (lambda llm: llm.score(["w5", "w6"], ["w7"] * 3), InvalidRequest, "documents: 3 for 2 queries"),
+        (lambda llm: llm.score(["w5", ""], ["w6", "w7"]), InvalidRequest, r"queries\[1\]: must not be empty"),
+        (
+            lambda llm: llm.score("w5", "w6", use_activation=True),
+            InvalidRequest,
+            "by their angle",
+        ),
         (
             lambda llm: llm.generate(words(*range(5, 25))),
             WrongTask,

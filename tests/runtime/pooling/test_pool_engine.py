@@ -1,12 +1,14 @@
 """The engine of models that embed or score: who is in a step, what comes back, balanced books."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from ostinato.errors import ConfigError
-from ostinato.runtime.config import EngineConfig, SchedulerConfig
+from ostinato.errors import ConfigError, InvalidRequest
+from ostinato.runtime.config import EngineConfig, ProfileConfig, SchedulerConfig
 from ostinato.runtime.frames import Message
 from ostinato.runtime.messages import (
     Abort,
@@ -20,8 +22,11 @@ from ostinato.runtime.messages import (
     Refused,
     SamplingParams,
     Sleep,
+    StartProfile,
+    StopProfile,
     Wake,
 )
+from ostinato.runtime.pooling.pool_answers import PoolAnswers
 from ostinato.runtime.pooling.pool_engine import PoolEngine
 from ostinato.runtime.pooling.pool_text import floats
 from tests.support.toy_pool_model import EMBEDS, SCORES, SIZE, ToyPoolModel, numbers
@@ -160,6 +165,24 @@ def test_asleep_it_keeps_inputs_and_an_operator_may_end_them():
     assert set(results(news)) == {"a"}
     (no_kv,) = [one for one in news if isinstance(one, CallDone) and one.call_id == 4]
     assert (no_kv.kind, "no KV memory" in no_kv.error) == ("InvalidRequest", True)
+
+
+def test_its_steps_are_in_a_profile(tmp_path: Path):
+    made = PoolEngine(ToyPoolModel(), EngineConfig(profile=ProfileConfig(folder=str(tmp_path))))
+    made.inbox.put(StartProfile(call_id=1), ask("a", 5, 6), ask("b", 7))
+    made.step()
+    made.inbox.put(StopProfile(call_id=2))
+    (done,) = [one for one in made.step() if isinstance(one, CallDone)]
+    events = json.loads(Path(done.trace).read_text())["traceEvents"]
+    steps = [event["name"] for event in events if event.get("name", "").startswith("step ")]
+    assert steps == ["step 1: 2 sequences, 3 tokens"]
+
+
+async def test_a_name_that_two_inputs_of_a_call_have_is_refused():
+    answers = PoolAnswers()
+    with pytest.raises(InvalidRequest, match="request_id 'b' is in use"), answers.waiting(["a", "b", "b"]):
+        pass
+    assert len(answers) == 0
 
 
 def test_a_window_over_the_models_is_a_wrong_setting():
