@@ -293,7 +293,7 @@ class Engine:
         """Give a plan to the device. One that raises ends its own requests only."""
         self._queue_times.planned(plan)
         try:
-            with self._profiler.step(plan):
+            with self._profiler.step(plan.step, len(plan.entries), plan.num_tokens):
                 self._in_flight.append(self._backend.launch(plan, self._rules.limits(plan)))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
             return self._settle_all() + self._failed(plan, error)

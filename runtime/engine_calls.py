@@ -23,6 +23,7 @@ from ostinato.runtime.messages import (
     StartProfile,
     StopProfile,
     TokenEvent,
+    Wake,
 )
 from ostinato.runtime.profiler import Profiler
 from ostinato.runtime.scheduling.scheduler import Scheduler
@@ -74,7 +75,7 @@ class EngineCalls:
                     news = {"limit_s": self._profiler.start(seconds)}
                 case StopProfile():
                     news = {"trace": self._profiler.stop()}
-                case _:
+                case Wake():
                     self._sleeper.wake()
         except EngineError as error:
             log.warning("%s", error)

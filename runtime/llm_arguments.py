@@ -106,8 +106,8 @@ def check_truncation(tokens: object) -> None:
     ):
         return
     raise InvalidRequest(
-        f"truncate_prompt_tokens: got {_shown(tokens)}; give how many tokens at the end of each prompt to "
-        "keep, -1 for as many as leave room for max_tokens, or None",
+        f"truncate_prompt_tokens: got {_shown(tokens)}; give how many tokens of each prompt to keep, -1 for "
+        "as many as fit, or None",
         param="truncate_prompt_tokens",
     )
 

@@ -18,7 +18,6 @@ import torch
 
 from ostinato.errors import InvalidRequest, ProfileRefused
 from ostinato.runtime.config import ProfileConfig
-from ostinato.runtime.scheduling.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +119,11 @@ class Profiler:
             except ProfileRefused as error:
                 log.error("%s", error)
 
-    def step(self, plan: Plan) -> AbstractContextManager[object]:
+    def step(self, number: int, sequences: int, tokens: int) -> AbstractContextManager[object]:
         """What is done inside is this step, in the profile that runs, if one does."""
         if self._running is None:
             return _NOTHING
-        size = f"{len(plan.entries)} sequences, {plan.num_tokens} tokens"
-        return torch.profiler.record_function(f"step {plan.step}: {size}")
+        return torch.profiler.record_function(f"step {number}: {sequences} sequences, {tokens} tokens")
 
     def close(self) -> None:
         """Write what there is."""

@@ -61,6 +61,11 @@ def wrong_task(task: Task, info: EngineInfo) -> WrongTask:
     )
 
 
+def name_in_use(name: str) -> InvalidRequest:
+    """For a request that would be taken for another one."""
+    return InvalidRequest(f"request_id {name!r} is in use: give each request its own", param="request_id")
+
+
 def refusal_of(request_id: str, error: RequestError) -> Refused:
     """What a client is told of a request that never ran."""
     kind: Literal["InvalidRequest", "ContextTooLong", "Overloaded", "WrongTask"] = "InvalidRequest"

@@ -37,7 +37,7 @@ from ostinato.runtime.messages import (
 from ostinato.runtime.pooling.pool_answers import PoolAnswers
 from ostinato.runtime.pooling.pool_check import check_pool_request
 from ostinato.runtime.reader_mail import ReaderMail
-from ostinato.runtime.request_check import check_request
+from ostinato.runtime.request_check import check_request, name_in_use
 
 
 class StreamingClient(ABC):
@@ -98,9 +98,7 @@ class StreamingClient(ABC):
             raise EngineDead(str(self._dead))
         check_request(request, self.info)
         if name in self._queues or name in self._ending:
-            raise InvalidRequest(
-                f"request_id {name!r} is in use: give each request its own", param="request_id"
-            )
+            raise name_in_use(name)
         if not self._is_busy:
             self._progress_at = self._clock()  # an idle engine owes no progress
         mail = ReaderMail(

@@ -19,9 +19,10 @@ from jinja2 import TemplateSyntaxError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from ostinato.errors import ArtifactError, ContextTooLong, InvalidRequest
+from ostinato.errors import ArtifactError, InvalidRequest
 from ostinato.runtime.chat_template import Conversation, prepare, render_conversation
 from ostinato.runtime.detokenizer import TokenCodec
+from ostinato.runtime.pooling.pool_check import check_length
 from ostinato.runtime.pooling.pool_text import Encoded, encode_input
 from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.template_guard import within
@@ -153,17 +154,19 @@ class TextFrontEnd:
         """One text or a pair of texts as a model to embed or score with gets them.
 
         `kept`: cut to so many tokens, special ones counted, of a pair the longer text first, as transformers
-        does it; None: ContextTooLong for more than `window`, for a huge text before it is tokenised.
+        does it; None: whole. InvalidRequest for a text of nothing; ContextTooLong for more than `window`
+        tokens, where nothing is cut before a huge text is tokenised.
         """
-        if kept is None:
-            longest = max(first, second or "", key=len)
-            if len(longest) > LONG and (least := self._bound.at_least(longest)) > window:
-                raise ContextTooLong(
-                    f"{param}: the input has at least {least} tokens and the model takes {window}; "
-                    "shorten it",
-                    param=param,
-                )
-        return encode_input(self._tokenizer, first, second, kept=kept, add_special_tokens=add_special_tokens)
+        if not first or second == "":
+            raise InvalidRequest(f"{param}: must not be empty", param=param)
+        longest = max(first, second or "", key=len)
+        if kept is None and len(longest) > LONG:
+            check_length(self._bound.at_least(longest), window, param=param, at_least=True)
+        made = encode_input(self._tokenizer, first, second, kept=kept, add_special_tokens=add_special_tokens)
+        check_length(len(made.token_ids), window, param=param)
+        if not made.token_ids:
+            raise InvalidRequest(f"{param}: the text has no tokens", param=param)
+        return made
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. BOS is never doubled when the text already begins with it."""

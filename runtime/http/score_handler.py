@@ -14,6 +14,7 @@ from ostinato.runtime.http.pooling_run import Text, encode_texts, pooling_of, ru
 from ostinato.runtime.http.pooling_schema import PoolingRequest, RerankRequest, ScoreRequest, as_list
 from ostinato.runtime.http.request_rules import read_request
 from ostinato.runtime.http.server_state import STATE, ServerState
+from ostinato.runtime.pooling.pool_check import check_activation
 from ostinato.runtime.pooling.pool_text import Encoded, floats
 from ostinato.runtime.pooling.score_pairs import cosines, pairs_of
 
@@ -76,12 +77,12 @@ async def _scores(
     sigmoid: bool | None,
 ) -> tuple[str, list[float], list[Encoded]]:
     """Id of the answer, a score for each of `second`, and what was computed for them."""
-    if pooling_of(state).task == "embed":
-        if sigmoid is not None:
-            raise InvalidRequest(
-                "use_activation: this model compares vectors by their angle; leave it out",
-                param="use_activation",
-            )
+    pooling = pooling_of(state)
+    check_activation(sigmoid, pooling)
+    for param, texts in zip(params, (first, second), strict=True):
+        if "" in texts:
+            raise InvalidRequest(f"{param}: must not be empty", param=param)
+    if pooling.task == "embed":
         return await _angles(state, prefix, fields, first, second, params)
     pairs = [Text(params[1], *pair) for pair in pairs_of(first, second)]
     inputs = await encode_texts(state, fields, pairs)

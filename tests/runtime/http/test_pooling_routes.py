@@ -131,6 +131,7 @@ async def test_a_cross_encoder_scores_pairs():
         matched = await ask(served, SCORE, text_1=["w5", "w7"], text_2=["w6", "w8"])
         status, uneven = await served.post(SCORE, {"text_1": ["w5", "w6"], "text_2": ["w7"] * 3})
         refused = (await served.post(EMBED, {"input": "w5"}))[1]
+        empty = (await served.post(SCORE, {"text_1": ["w5", ""], "text_2": ["w6", "w7"]}))[1]
     for answer in (one, several, matched):
         answers.Scores.model_validate(answer, strict=True)
     logits = [float(numbers([2, 5, 3, *b, 3], [0, 0, 0, *[1] * len(b), 1])[0]) for b in ((6,), (100, 101))]
@@ -139,6 +140,7 @@ async def test_a_cross_encoder_scores_pairs():
     assert one["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
     assert matched["data"][0]["score"] == pytest.approx(one["data"][0]["score"])
     assert (status, uneven["error"]["param"]) == (400, "text_2")
+    assert (empty["error"]["param"], empty["error"]["message"]) == ("text_1", "text_1: must not be empty")
     assert refused["error"]["code"] == "wrong_task"
     assert (
         "toy cannot embed: it is a model to score with, for /v1/score and /v1/rerank"
