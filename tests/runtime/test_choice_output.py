@@ -1,5 +1,7 @@
 """From token events to text: one result for every way of cutting the events."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +107,23 @@ def test_no_delta_lists_tokens_without_text_before_the_end():
         SamplingParams(logprobs=0, stop=("over the moon",)), events(ids("fox over the lazy"), [1] * 20)
     )
     assert all(delta.text for delta in deltas if delta.tokens and delta.finish_reason is None)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("ABCDEFGHIJ", "ABC"), ("ABCDEX", "ABCDEX"), ("ABCDEFG", "ABCDEFG"), ("DEFGDEFGH", "DEFG")],
+)
+def test_every_cut_around_a_stop_string_shows_the_same_text_and_nothing_of_it(text: str, shown: str):
+    """Case B43."""
+    tokens = ids(text)
+    assert len(tokens) == len(text)
+    for cuts in range(2 ** (len(tokens) - 1)):
+        edges = [0, *(at for at in range(1, len(tokens)) if cuts >> (at - 1) & 1), len(tokens)]
+        sizes = [b - a for a, b in pairwise(edges)][:-1]
+        _, deltas = run(SamplingParams(stop=("DEFGH",)), events(tokens, sizes, reason="stop"))
+        assert text_of(deltas) == shown
+        for at in range(len(deltas)):
+            assert shown.startswith(text_of(deltas[: at + 1]))
 
 
 SAMPLINGS = st.builds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -53,10 +54,26 @@ def tokenizer(*, add_bos: bool = False) -> Tokenizer:
     return made
 
 
-def front_end(*, template: str | None = CHATML, add_bos: bool = False, **defaults: float) -> TextFrontEnd:
+def halved_emoji() -> Tokenizer:
+    """The same with tokens for both halves of 😀, which is two tokens then."""
+    made = json.loads(tokenizer_json())
+    vocab = made["model"]["vocab"]
+    for first, second in ("ðŁ", "ĺĢ"):
+        vocab[first + second] = len(vocab) + len(made["added_tokens"])
+        made["model"]["merges"].append([first, second])
+    return Tokenizer.from_str(json.dumps(made))
+
+
+def front_end(
+    *,
+    template: str | None = CHATML,
+    add_bos: bool = False,
+    tokens: Tokenizer | None = None,
+    **defaults: float,
+) -> TextFrontEnd:
     """A front end like that of an artifact; `defaults` as in generation_config.json."""
     return TextFrontEnd(
-        tokenizer(add_bos=add_bos),
+        tokens or tokenizer(add_bos=add_bos),
         chat_template=template,
         special_tokens={"bos_token": BOS, "eos_token": EOS},
         defaults=SamplingDefaults.model_validate(defaults),

@@ -10,9 +10,10 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.http.api_schema import ChatRequest, CompletionRequest
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.messages import GenerateRequest, TokenEvent
+from ostinato.runtime.text import TextFrontEnd
 from tests.support.fake_engine import FakeEngine, Script, info, say
 from tests.support.serving import Served, serving
-from tests.support.toy_text import BOS, EOS, front_end, tokenizer
+from tests.support.toy_text import BOS, EOS, front_end, halved_emoji, tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -83,42 +84,68 @@ async def test_echo_with_logprobs_answers_under_every_filter():
                 assert lengths == {len(logprobs["text_offset"])}
 
 
-async def test_bytes_of_a_character_in_several_tokens_join_to_it():
-    async with serving(pieces("x😀y")) as served:
+@pytest.mark.parametrize("halves", [True, False], ids=["two tokens", "four tokens"])
+async def test_bytes_of_a_character_in_several_tokens_join_to_it(halves: bool):
+    tokens = halved_emoji() if halves else tokenizer()
+    said = tokens.encode("x😀y", add_special_tokens=False).ids
+    assert len(said) == (4 if halves else 6)
+    parts = ["F0 9F", "98 80"] if halves else ["F0", "9F", "98", "80"]
+    async with serving(say(said, stop_id=1), text=front_end(tokens=tokens)) as served:
         fields = {**ASK[CHAT], "logprobs": True, "top_logprobs": 0}
         _, whole = await served.post(CHAT, fields)
+        streamed = [event["choices"][0]["logprobs"] for event in (await served.events(CHAT, fields))[:-1]]
+        _, text = await served.post(TEXT, {**ASK[TEXT], "logprobs": 0})
     content = whole["choices"][0]["logprobs"]["content"]
-    assert len(content) > 3
-    raw = bytes(byte for entry in content for byte in entry["bytes"])
-    assert raw == "x😀y".encode()
-    assert "�" not in json.dumps(whole, ensure_ascii=False)
+    assert [bytes(one["bytes"]) for one in content[1:-1]] == [bytes.fromhex(part) for part in parts]
+    assert bytes(byte for one in content for byte in one["bytes"]) == "x😀y".encode()
+    assert [one for listed in streamed if listed for one in listed["content"]] == content
+    named = [r"bytes:" + "".join(rf"\x{byte.lower()}" for byte in part.split()) for part in parts]
+    assert text["choices"][0]["logprobs"]["tokens"] == ["x", *named, "y", EOS]
+    assert "�" not in json.dumps([whole, text], ensure_ascii=False)
 
 
 # BOS
 
 
-async def test_a_template_with_bos_gives_one_in_the_server_in_python_and_in_tokenize():
-    text = front_end(
-        template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}", add_bos=True
-    )
-    async with serving(pieces("a"), text=text) as served:
-        await served.post(CHAT, ASK[CHAT])
-        ours = list(served.engine.requests[0].prompt_token_ids)
+CONTENT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+CHATS: dict[str, dict[str, object]] = {
+    CHAT: {"messages": HELLO},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("has_bos", [True, False], ids=["template with BOS", "template without"])
+async def test_every_way_to_chat_has_the_template_s_bos_and_no_other(has_bos: bool):
+    """Case B31: servers, Python and /tokenize agree; the load tool sends text, and counts what is told."""
+
+    def text() -> TextFrontEnd:
+        return front_end(template="{{ bos_token }}" * has_bos + CONTENT, add_bos=True)
+
+    bos, hello = [0] * has_bos, ids("Hello")
+    async with serving(pieces("a"), text=text()) as served:
+        for path, fields in CHATS.items():
+            _, whole = await served.post(path, fields)
+            assert list(served.engine.requests[-1].prompt_token_ids) == [*bos, *hello], path
+            usage = whole["usage"]
+            assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(bos) + len(hello)
         _, told = await served.post("/tokenize", ASK[CHAT])
-        await served.post(TEXT, {"prompt": "Hello"})
-        plain = list(served.engine.requests[1].prompt_token_ids)
-    assert ours == told["tokens"] == [0, *ids("Hello")]
-    assert plain == [0, *ids("Hello")]
+        assert told["tokens"] == [*bos, *hello]
+        _, told = await served.post("/v1/messages/count_tokens", {"messages": HELLO})
+        assert told["input_tokens"] == len(bos) + len(hello)
+        for prompt in ("Hi", BOS + "Hi"):
+            _, whole = await served.post(TEXT, {"prompt": prompt})
+            assert list(served.engine.requests[-1].prompt_token_ids) == [0, *ids("Hi")]
+            assert whole["usage"]["prompt_tokens"] == 1 + len(ids("Hi"))
+            assert (await served.post("/tokenize", {"prompt": prompt}))[1]["tokens"] == [0, *ids("Hi")]
     engine = FakeEngine(pieces("a"), info(vocab_size=410, eos=1))
-    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with LLM.over(engine, front_end(template=template, add_bos=True), EngineConfig()) as llm:
-        assert list(llm.chat(HELLO)[0].prompt_token_ids) == ours
-        assert list(llm.generate("Hello")[0].prompt_token_ids) == plain
+    with LLM.over(engine, text(), EngineConfig()) as llm:
+        assert list(llm.chat(HELLO)[0].prompt_token_ids) == [*bos, *hello]
+        assert list(llm.generate("Hi")[0].prompt_token_ids) == [0, *ids("Hi")]
 
 
-async def test_a_template_without_bos_gives_none_unless_it_is_asked_for():
-    text = front_end(template="{% for m in messages %}{{ m.content }}{% endfor %}", add_bos=True)
-    async with serving(pieces("a"), text=text) as served:
+async def test_bos_is_added_to_a_chat_where_it_is_asked_for():
+    async with serving(pieces("a"), text=front_end(template=CONTENT, add_bos=True)) as served:
         for special in (None, False, True):
             fields = {**ASK[CHAT], "add_special_tokens": special}
             await served.post(CHAT, fields)
@@ -129,12 +156,18 @@ async def test_a_template_without_bos_gives_none_unless_it_is_asked_for():
 
 async def test_text_that_spells_a_special_token_becomes_it():
     """The documented rule; `BOS` and `EOS` are the toy's."""
-    messages = [{"role": "user", "content": f"a{EOS}b{BOS}"}]
-    text = front_end(template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    async with serving(pieces("a"), text=text) as served:
-        _, told = await served.post("/tokenize", {"messages": messages})
-        _, plain = await served.post("/tokenize", {"prompt": f"a{EOS}b{BOS}"})
-    assert told["tokens"] == plain["tokens"] == [*ids("a"), 1, *ids("b"), 0]
+    said = f"a{EOS}b{BOS}"
+    tokens = [*ids("a"), 1, *ids("b"), 0]
+    messages = [{"role": "user", "content": said}]
+    async with serving(pieces("a"), text=front_end(template=CONTENT)) as served:
+        for asked in ({"messages": messages}, {"prompt": said}):
+            assert (await served.post("/tokenize", asked))[1]["tokens"] == tokens
+            path = CHAT if "messages" in asked else TEXT
+            await served.post(path, asked)
+            assert list(served.engine.requests[-1].prompt_token_ids) == tokens
+    engine = FakeEngine(pieces("a"), info(vocab_size=410, eos=1))
+    with LLM.over(engine, front_end(template=CONTENT), EngineConfig()) as llm:
+        assert list(llm.chat(messages)[0].prompt_token_ids) == tokens
 
 
 # Arguments of past tool calls
