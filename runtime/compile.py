@@ -125,8 +125,15 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
 
 def _code_hash() -> str:
     """Hash of the sources that shape an artifact."""
-    package = Path(__file__).parent.parent
     digest = hashlib.sha256()
+    for path in code_files():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def code_files() -> list[Path]:
+    """The sources that shape an artifact, in whatever language."""
+    package = Path(__file__).parent.parent
     names = (
         "artifact.py",
         "compile.py",
@@ -137,12 +144,9 @@ def _code_hash() -> str:
         "compile_target.py",
     )
     runtime = [package / "runtime" / name for name in names]
-    parts = ("graph", "passes", "ops", "runtime/gpu", "runtime/pooling")
-    folders = [path for name in parts for path in (package / name).iterdir()]
-    folders += (package / "ops" / "tuned").glob("*.json")
-    for path in sorted(p for p in [*runtime, *folders] if p.suffix in (".py", ".cpp", ".h", ".json")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    parts = ("graph", "passes", "ops", "ops/tuned", "runtime/gpu", "runtime/pooling")
+    inside = [path for name in parts for path in (package / name).iterdir() if path.is_file()]
+    return sorted([*runtime, *inside])
 
 
 class _Compile:

@@ -16,7 +16,7 @@ from ostinato.runtime.artifact import (
     load_artifact,
     read_manifest,
 )
-from ostinato.runtime.compile import compile_model
+from ostinato.runtime.compile import code_files, compile_model
 from ostinato.runtime.compile_cache import resolve_artifact
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
@@ -216,6 +216,11 @@ def test_another_setting_gives_another_artifact_in_the_cache(model, tmp_path, mo
     (plain / "manifest.json").write_text("garbage")
     assert read_manifest(resolve_artifact(model, EngineConfig())).source == "tiny"
     assert resolve_artifact(off, EngineConfig()) == off
+
+
+def test_kernels_in_any_language_are_of_the_key():
+    suffixes = {path.suffix for path in code_files() if path.parent.name == "ops"}
+    assert suffixes >= {".py", ".cpp", ".h", ".cu"}
 
 
 def test_a_dump_is_written_also_when_the_artifact_is_up_to_date(model, artifact, tmp_path):
