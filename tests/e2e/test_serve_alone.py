@@ -13,6 +13,8 @@ import atexit, json, os, subprocess, sys
 
 FOLDER = os.path.dirname(__file__)
 FORBIDDEN = ("torch._inductor", "torch._dynamo", "transformers.models", "gguf")
+# cuda-bindings, which torch imports where it is installed, asks these where libdl lies, and does without.
+LOOKS_FOR_LIBRARY = (["/sbin/ldconfig", "-p"], ["ld", "-t", "-o", "/dev/null", "-ldl"])
 
 
 def note(what):
@@ -31,7 +33,8 @@ class Refuse:
 class Popen(subprocess.Popen):
     def __init__(self, args, *more, **settings):
         if args[0] != sys.executable or "ostinato.runtime.engine_worker" not in args:
-            note(f"command {args}")
+            if args not in LOOKS_FOR_LIBRARY:
+                note(f"command {args}")
             raise FileNotFoundError(args[0])
         super().__init__(args, *more, **settings)
 
