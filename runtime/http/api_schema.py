@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ostinato.runtime.http.chat_messages import ChatMessage
+from ostinato.runtime.http.prompt_schema import BY_KIND, IdList, Ids, Text
 from ostinato.runtime.http.sampling_schema import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -59,30 +60,12 @@ RequestName = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TEMPLATE = 65_536  # characters of a chat template that a request brings
 
 
-def _prompt_kind(value: object) -> str | None:
-    if isinstance(value, str):
-        return "#text"
-    if not isinstance(value, list) or not value:
-        return None
-    first = value[0]
-    return "#texts" if isinstance(first, str) else "#id_lists" if isinstance(first, list) else "#ids"
-
-
 Prompt = Annotated[
-    Annotated[str, Tag("#text")]
+    Text
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("#texts")]
-    | Annotated[list[TokenId], Field(fail_fast=True), Tag("#ids")]
-    | Annotated[
-        list[Annotated[list[TokenId], Field(fail_fast=True)]],
-        Field(max_length=MAX_PROMPTS),
-        Field(fail_fast=True),
-        Tag("#id_lists"),
-    ],
-    Discriminator(
-        _prompt_kind,
-        custom_error_type="prompt_kind",
-        custom_error_message="must be a string, a list of token ids, or a non-empty list of either",
-    ),
+    | Ids
+    | Annotated[list[IdList], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("#id_lists")],
+    BY_KIND,
 ]
 
 

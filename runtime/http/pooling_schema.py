@@ -4,41 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ostinato.graph.facts import Task
-from ostinato.runtime.http.wire import STRICT, TokenId, Whole, Wire, optional, required
+from ostinato.runtime.http.prompt_schema import BY_KIND, IdList, Ids, Kept, Text
+from ostinato.runtime.http.wire import STRICT, Whole, Wire, optional, required
 
 MAX_INPUTS = 2048  # OpenAI's limit
 
 _IGNORED = frozenset({"user"})
 
 
-def _input_kind(value: object) -> str | None:
-    if isinstance(value, str):
-        return "#text"
-    if not isinstance(value, list) or not value:
-        return None
-    first = value[0]
-    return "#texts" if isinstance(first, str) else "#id_lists" if isinstance(first, list) else "#ids"
-
-
 Input = Annotated[
-    Annotated[str, Tag("#text")]
+    Text
     | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("#texts")]
-    | Annotated[list[TokenId], Field(fail_fast=True), Tag("#ids")]
-    | Annotated[
-        list[Annotated[list[TokenId], Field(fail_fast=True)]],
-        Field(max_length=MAX_INPUTS),
-        Field(fail_fast=True),
-        Tag("#id_lists"),
-    ],
-    Discriminator(
-        _input_kind,
-        custom_error_type="prompt_kind",
-        custom_error_message="must be a string, a list of token ids, or a non-empty list of either",
-    ),
+    | Ids
+    | Annotated[list[IdList], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("#id_lists")],
+    BY_KIND,
 ]
 
 
@@ -59,14 +42,7 @@ class PoolingRequest(Wire):
     ignored: ClassVar[frozenset[str]] = _IGNORED
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {}
 
-    truncate_prompt_tokens: (
-        Annotated[
-            Whole,
-            Field(ge=-1),
-            WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}),
-        ]
-        | None
-    ) = optional(
+    truncate_prompt_tokens: Kept | None = optional(
         "of a longer input the first so many tokens are used, special tokens counted and kept; of a pair the "
         "longer text is cut. At most the model's window, which is also what -1 means",
         "none: a longer input is a 400",
@@ -75,14 +51,6 @@ class PoolingRequest(Wire):
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = (
         optional("of the client's own: printable ASCII, no spaces; a part of the answer's id", "drawn")
     )
-
-    @model_validator(mode="after")
-    def _keeps_something(self) -> PoolingRequest:
-        if self.truncate_prompt_tokens == 0:
-            raise PydanticCustomError(
-                "no_prompt", "must be -1, or 1 or more; got 0", {"at": "truncate_prompt_tokens"}
-            )
-        return self
 
 
 class EmbeddingRequest(PoolingRequest):

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from ostinato.graph.facts import Task
 from ostinato.runtime.http.grammar_schema import GrammarRequest
+from ostinato.runtime.http.prompt_schema import Kept
 from ostinato.runtime.http.wire import STRICT, TokenId, Whole, optional
 
 MAX_STOPS = 32
@@ -186,14 +187,7 @@ class SamplingRequest(GrammarRequest):
         "let the tokenizer add BOS. The chat template writes BOS itself. BOS is never doubled",
         "completions true, chat false",
     )
-    truncate_prompt_tokens: (
-        Annotated[
-            Whole,
-            Field(ge=-1),
-            WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}),
-        ]
-        | None
-    ) = optional(
+    truncate_prompt_tokens: Kept | None = optional(
         "1 or more: of a longer prompt the last so many tokens are used (BOS goes with the others). -1: as "
         "many as leave room for `max_tokens`, or for one token. The text is tokenised whole, so its length "
         "is bounded by `server.max_body_mib` alone"
@@ -225,10 +219,6 @@ class SamplingRequest(GrammarRequest):
     def _sampling_fields_agree(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("needs_stream", "needs stream=true", {"at": "stream_options"})
-        if self.truncate_prompt_tokens == 0:
-            raise PydanticCustomError(
-                "no_prompt", "must be -1, or 1 or more; got 0", {"at": "truncate_prompt_tokens"}
-            )
         return self
 
     @property
