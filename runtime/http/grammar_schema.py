@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from ostinato.errors import InvalidRequest
+from ostinato.runtime.http.strict_json import parse
 from ostinato.runtime.http.wire import STRICT, Wire, optional
 
 MAX_CHOICE_TEXTS = 1024
@@ -200,10 +200,7 @@ def _made(name: str, value: Any, param: str) -> dict[str, Any]:
     if name != "json":
         return {name: value}
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{param}: not JSON: {error}", param=param) from None
+        value = parse(value, param, param=param)
     if not isinstance(value, dict | bool):
         raise InvalidRequest(f"{param}: a JSON schema is an object; got {value!r:.60}", param=param)
     return {"json_schema": value}

@@ -6,10 +6,12 @@ import json
 import math
 import re
 import sys
+from typing import Any
 
 from ostinato.errors import InvalidRequest
 
 MAX_KEYS = 4096  # of one object; no request needs more, and each unknown one costs memory when it is refused
+MAX_DEPTH = 100  # of lists and objects; pydantic, through which requests reach the engine, reads about 200
 _SHOWN = 20  # characters of a number that is refused
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -19,8 +21,8 @@ def parse_object(body: bytes) -> dict[str, object]:
 
     Stricter than `json.loads`: refused are NaN and Infinity, numbers that overflow to infinity, integers of
     more than 4300 digits, a key that comes twice in one object, bytes that are not UTF-8, half a surrogate
-    pair in a string, nesting beyond the interpreter's recursion limit (about 1000) and anything but an object
-    on top.  The content type of the request does not matter.
+    pair in a string, more than 100 lists and objects in each other and anything but an object on top.  The
+    content type of the request does not matter.
     """
     if not body.strip():
         raise InvalidRequest("the request body is empty; send a JSON object")
@@ -42,9 +44,8 @@ def parse(text: str, what: str, *, param: str | None = None) -> object:
         )
         if _SURROGATE_ESCAPE.search(text):  # a lone one is a str in Python and no text anywhere else
             json.dumps(value, ensure_ascii=False).encode()
-        return value
     except RecursionError:
-        raise InvalidRequest(f"{what} is nested too deeply", param=param) from None
+        raise InvalidRequest(_too_deep(what), param=param) from None
     except UnicodeEncodeError:
         raise InvalidRequest(f"{what} holds half a surrogate pair", param=param) from None
     except json.JSONDecodeError as error:
@@ -59,6 +60,9 @@ def parse(text: str, what: str, *, param: str | None = None) -> object:
     except ValueError:  # the one that is left: an integer of more digits than the interpreter reads
         digits = rf"-?\d{{{sys.get_int_max_str_digits() + 1},}}+"
         raise InvalidRequest(_too_large(text, what, digits), param=param) from None
+    if text.count("{") + text.count("[") > MAX_DEPTH and _is_deep(value):
+        raise InvalidRequest(_too_deep(what), param=param)
+    return value
 
 
 class _Refused(ValueError):
@@ -71,6 +75,22 @@ class _TooLarge(ValueError):
     def __init__(self, digits: str) -> None:
         super().__init__()
         self.digits = digits
+
+
+def _is_deep(value: object) -> bool:
+    level: list[Any] = [[value]]  # Any: JSON
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer if isinstance(outer, list) else outer.values())
+            if isinstance(inner, list | dict)
+        ]
+    return bool(level)
+
+
+def _too_deep(what: str) -> str:
+    return f"{what} is nested too deeply: at most {MAX_DEPTH} lists and objects in each other are read"
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import socket
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from ostinato.errors import EngineDead
 from ostinato.runtime.config import EngineConfig, KVConfig
 from ostinato.runtime.frames import KINDS, Events, FrameReader, FrameWriter, Start, encode
+from ostinato.runtime.http.strict_json import MAX_DEPTH
 from ostinato.runtime.messages import (
     Abort,
     CallDone,
@@ -128,6 +130,14 @@ def test_messages_survive_any_cutting_of_the_stream(cuts):
 def test_bytes_that_are_no_frame_end_the_stream(stream):
     with pytest.raises(EngineDead, match="broken frame"):
         FrameReader().feed(stream)
+
+
+def test_what_a_body_may_nest_survives_a_frame_with_room_for_what_is_wrapped_around_it():
+    deep: dict[str, Any] = {}
+    for _ in range(MAX_DEPTH + 20):
+        deep = {"a": deep}
+    request = REQUEST.model_copy(update={"sampling": SamplingParams(response_format=deep)})
+    assert FrameReader().feed(encode(request)) == [request]
 
 
 def test_fields_at_their_defaults_cost_nothing():

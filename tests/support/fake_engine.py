@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ostinato.errors import EngineDead, EngineError
+from ostinato.runtime.frames import FrameReader, encode
 from ostinato.runtime.messages import (
     EngineInfo,
     EngineState,
@@ -104,6 +105,7 @@ class FakeEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         self.requests.append(request)
+        FrameReader().feed(encode(request))  # one that the engine's process cannot read would be its end
         if self.dead is not None:
             raise EngineDead(self.dead)
         abort = self.running[request.request_id] = asyncio.Event()

@@ -3,7 +3,7 @@
 import pytest
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.http.strict_json import MAX_KEYS, parse, parse_object
+from ostinato.runtime.http.strict_json import MAX_DEPTH, MAX_KEYS, parse, parse_object
 
 BAD = {
     b"": "empty",
@@ -52,3 +52,14 @@ def test_refusal_names_the_field_that_holds_the_text():
     with pytest.raises(InvalidRequest, match="arguments is not valid JSON") as caught:
         parse("{", "arguments", param="messages[0].arguments")
     assert caught.value.param == "messages[0].arguments"
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"b":', "}")])
+def test_nesting_is_read_up_to_a_limit_that_does_not_depend_on_the_interpreter(begin: str, end: str):
+    def nested(depth: int) -> str:
+        return begin * (depth - 1) + ("[]" if begin == "[" else "{}") + end * (depth - 1)
+
+    parse(f"[{nested(MAX_DEPTH - 1)}, {nested(3)}]", "x")
+    parse("[" + ",".join([nested(2)] * MAX_DEPTH) + "]", "x")  # many, but not in each other
+    with pytest.raises(InvalidRequest, match="x is nested too deeply: at most 100 lists and objects"):
+        parse(f"[{nested(3)}, {nested(MAX_DEPTH)}]", "x")
