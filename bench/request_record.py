@@ -27,7 +27,7 @@ class RequestRecord:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    inputs: int | None = None  # vectors or scores that came; of embeddings and rerank
+    inputs: int | None = None  # texts that were embedded, documents that were ranked
     output_tokens_from: str = ""  # usage, token_ids or chunks
     turn: int = 0
     text: str = ""

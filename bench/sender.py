@@ -78,7 +78,7 @@ class Sender:
                     answer = await response.json(content_type=None)
                     text = _read_whole(record, answer)
                     if self._entries and not record.error:
-                        _count_entries(record, answer.get(self._entries), _wanted(item))
+                        _count_inputs(record, answer.get(self._entries), item)
                     record.ok = not record.error
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             record.ok = False
@@ -94,18 +94,17 @@ class Sender:
         return text
 
 
-def _wanted(item: LoadItem) -> int:
-    """Vectors or scores that an item asks for."""
-    return len(item.documents or item.inputs or item.turns)
+def _count_inputs(record: RequestRecord, entries: Any, item: LoadItem) -> None:
+    """An answer with another number of entries has failed, whatever its status.
 
-
-def _count_entries(record: RequestRecord, entries: Any, wanted: int) -> None:
-    """An answer with too few entries has failed, whatever its status."""
-    if not isinstance(entries, list) or not 0 < len(entries) <= wanted:
-        found = len(entries) if isinstance(entries, list) else "no list of"
-        record.error = f"{found} results for {wanted} inputs"
+    A ranking may be of the best documents only (`top_n`); all of them were compared.
+    """
+    given = len(item.documents or item.inputs or item.turns)
+    found = len(entries) if isinstance(entries, list) else 0
+    if not (1 if item.documents else given) <= found <= given:
+        record.error = f"{found} results for {given} inputs"
         return
-    record.inputs = wanted
+    record.inputs = given
 
 
 def _read_whole(record: RequestRecord, answer: Any) -> str:

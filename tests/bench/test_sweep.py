@@ -177,7 +177,7 @@ async def test_embeddings_and_rerank_have_a_latency_and_no_tokens():
         assert run["latency_ms"]["mean"] > 0
 
 
-@pytest.mark.parametrize("entries", [[], None, [{}] * 4])
+@pytest.mark.parametrize("entries", [[], None, [{}] * 2, [{}] * 4])
 async def test_an_answer_with_another_number_of_vectors_has_failed(entries):
     async def embed(request, body):
         return web.json_response({"data": entries})
