@@ -12,11 +12,22 @@ ROOT = Path(ostinato.__file__).parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of all headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_links_to_files_and_headings_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", prose(page))
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    there = {(link, name): (page.parent / link) if link else page for link, name in links if name}
+    assert [key for key, file in there.items() if key[1] not in anchors(file)] == []
 
 
 def test_the_tour_is_short_and_has_eight_steps_each():
