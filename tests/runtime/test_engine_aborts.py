@@ -2,8 +2,10 @@
 
 import random
 
-from ostinato.runtime.config import SchedulerConfig
+from ostinato.runtime.config import KVConfig, SchedulerConfig
 from ostinato.runtime.engine import Engine
+from ostinato.runtime.memory.vmm import VmmOutOfMemory
+from ostinato.runtime.memory.vmm_host import HostVmm
 from ostinato.runtime.messages import Abort
 from tests.support.engine_runs import (
     events_of,
@@ -11,9 +13,11 @@ from tests.support.engine_runs import (
     generate,
     greedy,
     prompt_of,
+    tokens_of,
     toy_config,
     toy_engine,
 )
+from tests.support.faulty_driver import FaultyDriver
 from tests.support.toy_model import ToyModel
 
 TOY = ToyModel()
@@ -38,6 +42,41 @@ def test_abort_in_every_state_gives_one_end_and_all_blocks_back():
         engine.check()
         # what the aborted request left in the prefix cache is whole blocks with right content
         assert generate(engine, greedy("again", prompt_of(99)))["again"] == TOY.greedy(prompt_of(99), 8)
+
+
+def test_a_preempted_request_is_aborted_once_and_the_others_go_on():
+    with toy_engine(blocks=8) as engine:
+        engine.inbox.put(*(greedy(f"r{at}", prompt_of(30, at), 60) for at in range(3)))
+        news = []
+        while not engine.stats().preemptions:
+            news += engine.step()
+        assert engine.stats().waiting == 1
+        engine.inbox.put(Abort(request_ids=("r2",)))  # the last in rank is the one that was struck
+        news += finish(engine)
+        ends = [[e.finish_reason for e in events_of(news, f"r{at}") if e.finish_reason] for at in range(3)]
+        assert ends == [["length"], ["length"], ["abort"]]
+        for at in range(2):
+            assert tokens_of(news, f"r{at}") == TOY.greedy(prompt_of(30, at), 60)
+        assert engine.stats().blocks_used == 0
+        engine.check()
+
+
+def test_a_request_that_waits_for_memory_to_grow_is_aborted_and_the_memory_serves_the_next(monkeypatch):
+    driver = FaultyDriver(HostVmm())
+    monkeypatch.setattr("ostinato.runtime.kv_memory.usable_driver", lambda _: driver)
+    kv = KVConfig(initial_mib=1, max_gib=0.02, headroom_gib=0, wait_s=60)
+    with Engine(ToyModel(), toy_config(kv=kv)) as engine:
+        held = engine._blocks.allocate(engine._blocks.num_free)
+        driver.arm(1, keeps_failing=True, error=VmmOutOfMemory)
+        engine.inbox.put(greedy("stuck", prompt_of(40)), greedy("behind", prompt_of(40)))
+        assert [events_of(engine.step(), "stuck") for _ in range(3)] == [[]] * 3
+        engine.inbox.put(Abort(request_ids=("stuck",)))
+        assert [e.finish_reason for e in events_of(engine.step(), "stuck")] == ["abort"]
+        engine._blocks.free(held)
+        driver.heal()
+        assert tokens_of(finish(engine), "behind") == TOY.greedy(prompt_of(40), 8)
+        assert engine.stats().blocks_used == 0
+        engine.check()
 
 
 def test_an_id_can_be_used_again_right_after_its_abort():

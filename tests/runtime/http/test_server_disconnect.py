@@ -188,6 +188,7 @@ async def test_two_hundred_leavers_leave_nothing_behind():
             await asyncio.gather(*(leave(batch * 20 + which) for which in range(20)))
         await until(lambda: not served.engine.running and len(asyncio.all_tasks()) <= before)
         assert served.state.live == {}
+        await until(lambda: served.state.connections.open == 0)
         gc.collect()
         status, body = await served.post("/v1/completions", {**FIELDS, "max_tokens": 3})
         assert (status, body["usage"]["completion_tokens"]) == (200, 3)
