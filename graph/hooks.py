@@ -7,7 +7,7 @@ whose keys are another layer's keys shares that layer's KV planes. What cannot b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,6 +36,26 @@ def unknown_arguments(kwargs: dict[str, Any], dropout: float) -> str:
     """Arguments of an attention call that change its math and that no op of ours has, as words."""
     unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
     return ", ".join(unknown) or (f"dropout={dropout}" if dropout else "")
+
+
+def is_mask(function: Callable[..., Any], *, causal: bool, window: int) -> bool:
+    """Whether a mask function of transformers shows a query these keys and no others.
+
+    `causal`: none after it; `window`: none so far away or farther, 0: at any distance.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        span = torch.arange(2 * window + 3 if 0 < window <= 64 else 67)
+        # The second probe pairs the first keys with the queries for which they leave the window.
+        edge = torch.arange(max(0, window - 3), window + 4)
+        zero = torch.zeros((), dtype=torch.int64)
+        for index in (span, torch.cat([torch.arange(7), edge])):
+            query, key = index[:, None], index[None, :]
+            want = key <= query if causal else torch.ones_like(key <= query)
+            if window:
+                want = want & ((query - key).abs() < window)
+            if not torch.equal(torch.as_tensor(function(zero, zero, query, key)).expand_as(want), want):
+                return False
+    return True
 
 
 class MaskFact(NamedTuple):
@@ -91,26 +111,12 @@ class CaptureHooks:
         return any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in model.modules())
 
     def _mask(self, *args: Any, **kwargs: Any) -> Any:  # Any: what `_attention` then gets
-        mask_function = kwargs["mask_function"]
         window = int(kwargs.get("local_size") or 0)
-        with _disable_current_modes(), torch.no_grad():
-            span = 2 * window + 3 if 0 < window <= 64 else 67
-            # The second probe pairs the first keys with the queries for which they leave the window.
-            edge = torch.arange(max(0, window - 3), window + 4)
-            probes = [torch.arange(span), torch.cat([torch.arange(7), edge])]
-            zero = torch.zeros((), dtype=torch.int64)
-            for index in probes:
-                query, key = index[:, None], index[None, :]
-                want = (key <= query) & (
-                    (key > query - window) if window else torch.ones((), dtype=torch.bool)
-                )
-                got = mask_function(zero, zero, query, key)
-                if not torch.equal(torch.as_tensor(got).expand_as(want), want):
-                    raise ModelError(
-                        f"attention mask of {type(kwargs.get('config')).__name__} is not causal with a "
-                        f"sliding window (window {window or 'none'}); chunked and bidirectional masks "
-                        "cannot be served"
-                    )
+        if not is_mask(kwargs["mask_function"], causal=True, window=window):
+            raise ModelError(
+                f"attention mask of {type(kwargs.get('config')).__name__} is not causal with a sliding "
+                f"window (window {window or 'none'}); chunked and bidirectional masks cannot be served"
+            )
         return MaskFact(window)
 
     def _attention(

@@ -45,27 +45,22 @@ class _PoolStep(nn.Module):
         self, token_ids: Tensor, positions: Tensor, token_types: Tensor, query_start: Tensor, rows: Tensor
     ) -> Tensor:
         self._hooks.begin_pooling(query_start, token_ids)
-        arguments: dict[str, Any] = {
-            "input_ids": token_ids[None],
-            "position_ids": positions[None] + self.first_position if self.first_position else positions[None],
-            "use_cache": False,
-        }
-        if "token_type_ids" in self._known:
-            arguments["token_type_ids"] = token_types[None]
-        if "use_cache" not in self._known:
-            del arguments["use_cache"]
         if "position_ids" not in self._known:
             raise ModelError(f"{type(self.model).__name__}: takes no positions, so it cannot run flat steps")
+        at = positions + self.first_position if self.first_position else positions
+        arguments: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": at[None]}
+        if "token_type_ids" in self._known:
+            arguments["token_type_ids"] = token_types[None]
+        if "use_cache" in self._known:
+            arguments["use_cache"] = False
         if self._task == "score":
             return self._score(arguments, query_start, rows).float()
         # ones: without a mask transformers looks for packed sequences in the positions
         hidden = self.model(**arguments, attention_mask=torch.ones_like(token_ids)[None])[0][0]
-        made: Tensor = (
-            self.dense(self._pool(hidden, query_start, rows).to(hidden.dtype))
-            if len(self.dense)
-            else self._pool(hidden, query_start, rows)
-        )
-        return made.float()
+        pooled = self._pool(hidden, query_start, rows)
+        if len(self.dense):
+            pooled = self.dense(pooled.to(hidden.dtype))
+        return pooled.float()
 
     def _pool(self, hidden_TD: Tensor, query_start: Tensor, rows: Tensor) -> Tensor:
         if self.pooling == "mean":

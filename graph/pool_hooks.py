@@ -7,19 +7,17 @@ tensor, which keeps sequences apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 import ostinato.ops.mean_rows
 import ostinato.ops.sequence_mask
 import ostinato.ops.varlen_attention  # noqa: F401  # registers the ops
 from ostinato.errors import ModelError
 from ostinato.graph.facts import AttentionFact
-from ostinato.graph.hooks import CaptureHooks, unknown_arguments
+from ostinato.graph.hooks import CaptureHooks, is_mask, unknown_arguments
 
 
 class PoolMask(NamedTuple):
@@ -46,11 +44,10 @@ class PoolHooks(CaptureHooks):
 
     def _mask(self, *args: Any, **kwargs: Any) -> PoolMask | Tensor:
         local = int(kwargs.get("local_size") or 0)
-        # A bidirectional window may count the token itself (Gemma) or not (ModernBERT).
-        candidates = [PoolMask(True, local), PoolMask(False, local)] + [PoolMask(False, local + 1)] * bool(
-            local
-        )
-        found = [mask for mask in candidates if _is_mask(kwargs["mask_function"], *mask)]
+        candidates = [PoolMask(True, local), PoolMask(False, local)]
+        if local:  # a bidirectional window may count the token itself (Gemma) or not (ModernBERT)
+            candidates.append(PoolMask(False, local + 1))
+        found = [mask for mask in candidates if is_mask(kwargs["mask_function"], **mask._asdict())]
         if not found:
             raise ModelError(
                 f"attention mask of {type(kwargs.get('config')).__name__} is neither causal nor "
@@ -98,19 +95,3 @@ class PoolHooks(CaptureHooks):
             scale, causal, window, float(softcap or 0.0),
         )  # fmt: skip
         return out[None], None
-
-
-def _is_mask(function: Callable[..., Any], causal: bool, window: int) -> bool:
-    """Whether a mask function of transformers says what `varlen_attention` does with these arguments."""
-    with _disable_current_modes(), torch.no_grad():
-        edge = torch.arange(max(0, window - 3), window + 4)
-        zero = torch.zeros((), dtype=torch.int64)
-        for index in (torch.arange(2 * window + 3 if 0 < window <= 64 else 67),
-                      torch.cat([torch.arange(7), edge])):  # fmt: skip
-            query, key = index[:, None], index[None, :]
-            want = key <= query if causal else torch.ones_like(key <= query)
-            if window:
-                want = want & ((query - key).abs() < window)
-            if not torch.equal(torch.as_tensor(function(zero, zero, query, key)).expand_as(want), want):
-                return False
-    return True
