@@ -1,11 +1,8 @@
 """What the next step computes: continuous batching with chunked prefill. Pure Python, no torch.
 
 A step feeds one token to every decoding sequence first. Should these and the prefills not fit into
-`max_step_tokens`, an eighth is kept for prefills and the decodes take turns. Of the tokens left (R), up to
-half goes to prompts shorter than the rest of the first-ranked one, shortest first; all else goes by rank. So
-    - the first-ranked prefill is fed at least R/2 tokens in every step: nobody starves within a priority;
-    - the shortest prompt, s tokens, has its first token at most ceil(s / floor(R/2)) steps after admission.
-Rank, admission and preemption: `slots.py`.
+`max_step_tokens`, an eighth is kept for prefills and the decodes take turns. What is left is shared by the
+prefills: `prefill_share.py`. Rank, admission and preemption: `slots.py`.
 
 A prompt with `prompt_logprobs` is computed in full: it does not read the prefix cache, though it fills it.
 
@@ -31,6 +28,7 @@ from ostinato.runtime.messages import GenerateRequest
 from ostinato.runtime.prompt_room import room_left
 from ostinato.runtime.scheduling.block_pool import BlockPool
 from ostinato.runtime.scheduling.plan import Outcome, Plan, PlanEntry
+from ostinato.runtime.scheduling.prefill_share import share_tokens
 from ostinato.runtime.scheduling.sequence import Phase, Sequence
 from ostinato.runtime.scheduling.slots import SchedulerCounters, Slots
 
@@ -194,7 +192,8 @@ class Scheduler:
         failed = failed or {}
         assert self._in_flight, "complete() without a plan in flight"
         assert self._in_flight[0][0] is plan, "plans are settled in the order in which they were made"
-        sequences, outcomes = self._in_flight.popleft()[1], list[Outcome]()
+        _, sequences = self._in_flight.popleft()
+        outcomes: list[Outcome] = []
         ended, leaving, size = Phase.ENDED, Phase.LEAVING, self.pool.block_tokens
         for entry, sequence in zip(plan.entries, sequences, strict=True):
             sequence.in_flight -= 1
@@ -218,7 +217,7 @@ class Scheduler:
 
     def awaited(self) -> set[str]:
         """Live requests of the oldest plan in flight: `complete` will use what is sampled for these."""
-        sequences = self._in_flight[0][1]
+        _, sequences = self._in_flight[0]
         return {sequence.request_id for sequence in sequences if sequence.phase is not Phase.ENDED}
 
     @property
@@ -301,7 +300,8 @@ class Scheduler:
                 entries.append(sequence.plan(1, step))
                 sequences.append(sequence)
         num_tokens = len(entries)
-        for sequence, tokens in self._share(prefills, budget - num_tokens, step).items():
+        shares = share_tokens(self._slots, prefills, budget - num_tokens, step, block_tokens=size)
+        for sequence, tokens in shares.items():
             entries.append(sequence.plan(tokens, step))
             sequences.append(sequence)
             num_tokens += tokens
@@ -311,39 +311,6 @@ class Scheduler:
         plan = Plan(step, tuple(entries), num_tokens)
         self._in_flight.append((plan, sequences))
         return plan
-
-    def _share(self, prefills: list[Sequence], budget: int, step: int) -> dict[Sequence, int]:
-        """Split `budget` tokens between prefills (given by rank) and take the blocks for them."""
-        granted: dict[Sequence, int] = {}
-
-        def grant(sequence: Sequence, most: int) -> int:
-            if sequence.phase is not Phase.RUNNING or most < 1:
-                return 0
-            had = granted.get(sequence, 0)
-            if not had:
-                self._slots.reuse_prefix(sequence)
-            reserve = 0  # what better-ranked prefills still lack
-            for other in prefills:
-                if other is sequence:
-                    break
-                if other.phase is Phase.RUNNING:
-                    reserve += other.lacking_blocks(self.pool.block_tokens)
-            got = self._slots.secure(sequence, min(sequence.todo, had + most), reserve)
-            if got > had:
-                granted[sequence] = got
-                sequence.last_step = step
-            return got - had
-
-        if len(prefills) > 1 and sum(sequence.todo for sequence in prefills) > budget:
-            first, half = prefills[0], budget // 2
-            shorter = [s for s in prefills if s.todo < first.todo and s.priority == first.priority]
-            for sequence in sorted(shorter, key=lambda s: (s.todo, s.rank)):
-                given = grant(sequence, half)
-                half -= given
-                budget -= given
-        for sequence in prefills:
-            budget -= grant(sequence, budget)
-        return granted
 
     def _publish(self, sequence: Sequence) -> None:
         if self.pool.prefix_cache:
