@@ -15,7 +15,7 @@ is queued after `close`, so a request is not closed between the staging and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from ostinato.errors import EngineError
 from ostinato.ops import sample, token_scores
 from ostinato.ops.sample_rows import GREEDY, LAYOUT, RANDOM, WORDS, limit_of, row_fields, scale_of, top_p_of
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
+from ostinato.runtime.sampling.device_bad_words import DeviceBadWords
 from ostinato.runtime.sampling.device_masks import DeviceMasks
 from ostinato.runtime.sampling.logprobs import FLOOR
 from ostinato.runtime.sampling.penalties import BadWords
@@ -35,7 +36,6 @@ from ostinato.runtime.sampling.sampling_rng import bits_at, seed_bits, vector_bi
 from ostinato.runtime.token_limits import Limit
 
 Ints = NDArray[np.int64]
-_ANY, _NONE = -2, -1  # in bad words: any token fits here; there is no token yet
 _FEW = 8  # rows up to which Python's integers are faster than numpy's calls
 
 
@@ -137,7 +137,7 @@ class DeviceSampler:
         self._free = list(range(max_requests - 1, -1, -1))
         self._masks = DeviceMasks(vocab_size, max_rows or max_requests, device)
         self._memory: dict[int, list[Tensor]] = {}  # by slot: what `bias` and `counts` point to
-        self._words: dict[int, _Words] = {}  # by slot: bad words of several tokens
+        self._words: dict[int, DeviceBadWords] = {}  # by slot: bad words of several tokens
         self._fields = {name: np.zeros(max_requests, dtype) for name, dtype in LAYOUT.items()}
         self._early_bias: Ints = np.zeros(max_requests, np.int64)  # for the first `min_tokens`
         self._min_tokens: Ints = np.zeros(max_requests, np.int64)
@@ -164,7 +164,7 @@ class DeviceSampler:
             raise EngineError(f"all {self.max_requests} slots are taken; close a request first")
         early, late, counts = self._made(params, prompt_tokens)
         longer = BadWords(params.bad_word_ids).longer
-        words = _Words(longer, early, late, self._upload) if longer else None
+        words = DeviceBadWords(longer, early, late, self._upload) if longer else None
         slot = self._slots[request_id] = self._free.pop()
         self._memory[slot] = [memory for memory in (early, late, counts) if memory is not None]
         if words is not None:
@@ -350,47 +350,9 @@ class DeviceSampler:
 
     def _upload(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
-        is_here = self.device.type == "cpu"
-        return tensor if is_here else tensor.pin_memory().to(self.device, non_blocking=True)
-
-
-class _Words:
-    """Bad words of several tokens of one request: its newest tokens and its biases, both on the device."""
-
-    def __init__(
-        self,
-        words: Sequence[tuple[int, ...]],
-        early: Tensor | None,
-        late: Tensor | None,
-        upload: Callable[[NDArray[np.generic]], Tensor],
-    ) -> None:
-        most = max(len(word) for word in words) - 1
-        lasts, which = np.unique(np.array([word[-1] for word in words], np.int64), return_inverse=True)
-        beginnings = np.full((len(words), most), _ANY, np.int64)
-        for at, word in enumerate(words):
-            beginnings[at, most - len(word) + 1 :] = word[:-1]
-        self._lasts, self._which = upload(lasts), upload(which.astype(np.int64))
-        self._beginnings = upload(beginnings)
-        self._newest = upload(np.full(most, _NONE, np.int64))
-        biases = [early, late] if early is not late else [late]
-        self._biases = [(bias, bias[self._lasts]) for bias in biases if bias is not None]
-        self._position = 0
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """What it holds on the device, besides the biases."""
-        own = [before for _, before in self._biases]
-        return [self._lasts, self._which, self._beginnings, self._newest, *own]
-
-    def bar(self, position: int, last_token: Tensor) -> None:
-        """Before the token `position` of the answer is drawn; `last_token` [1] is the one before it."""
-        if position > self._position:
-            self._newest.copy_(torch.cat([self._newest[1:], last_token]))
-            self._position = position
-        fits = ((self._beginnings == self._newest) | (self._beginnings == _ANY)).all(1)
-        penalty = torch.where(fits, -torch.inf, 0.0)
-        for bias, before in self._biases:
-            bias.index_copy_(0, self._lasts, before.scatter_add(0, self._which, penalty))
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def sampling_error(status: int, position: int) -> str | None:
