@@ -29,8 +29,8 @@ _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L
 class CudaKernel:
     """A `.cu` file with one kernel.
 
-    `params`: "map", "ptr" or "i32", in the order of the kernel's; `header`: from constants to the name and
-    the text of a file that the source includes.
+    `params`: "map", "ptr", "i32" or "fp32", in the order of the kernel's; `headers`: from constants to the
+    texts of the files that the source includes, by name.
     """
 
     def __init__(
@@ -38,19 +38,15 @@ class CudaKernel:
         source: Path,
         function: str,
         params: Sequence[str],
-        header: Callable[[Mapping[str, int]], tuple[str, str]],
+        headers: Callable[[Mapping[str, int]], Mapping[str, str]],
         *,
         module: str,
         name: str,
     ) -> None:
         """`name` is that of this object in `module`, by which a process that compiles finds it."""
-        self._source, self._symbol, self._params, self._header = source, function, tuple(params), header
+        self._source, self._symbol, self._params, self._headers = source, function, tuple(params), headers
         self._module, self._name = module, name
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
-
-    @property
-    def _digest(self) -> str:
-        return _digest(self._source)
 
     def launch(
         self, grid: int, args: Sequence[Any], constants: Mapping[str, int], *, threads: int, shared: int
@@ -72,7 +68,8 @@ class CudaKernel:
 
     def _variant(self, constants: Mapping[str, int], threads: int, shared: int) -> Variant:
         said = ",".join(f"{name}={value}" for name, value in constants.items())
-        key = f"{self._name}@{self._digest}.sm_{capability(torch._C._cuda_getDevice())}a({said})"
+        digest = _digest(self._source, tuple(self._headers(constants).values()))
+        key = f"{self._symbol}@{digest}.sm_{capability(torch._C._cuda_getDevice())}a({said})"
         kinds = tuple(("const", value) for value in constants.values())
         return Variant(key, self._module, self._name, tuple(constants), kinds, (threads, shared))
 
@@ -80,7 +77,7 @@ class CudaKernel:
         """Needs NVRTC and no GPU. Raises EngineError with what the compiler said."""
         constants = {n: value for n, (_, value) in zip(variant.names, variant.kinds, strict=True)}
         defined = [f"-D{name}={value}" for name, value in constants.items()]
-        cubin = compiled(self._source.read_text(), self._header(constants), defined, capability)
+        cubin = compiled(self._source.read_text(), self._headers(constants), defined, capability)
         threads, shared = variant.options
         binary = Binary(
             key=variant.key,
@@ -95,7 +92,7 @@ class CudaKernel:
         return binary, cubin
 
 
-def compiled(source: str, header: tuple[str, str], options: Sequence[str], capability: int) -> bytes:
+def compiled(source: str, headers: Mapping[str, str], options: Sequence[str], capability: int) -> bytes:
     """Machine code for one architecture, with its own instructions ("sm_90a")."""
     try:
         from cuda.bindings import nvrtc
@@ -111,9 +108,9 @@ def compiled(source: str, header: tuple[str, str], options: Sequence[str], capab
             raise EngineError(f"{call} failed: {code.name}")
         return rest[0] if rest else None
 
-    name, text = header
+    texts, names = ([each.encode() for each in some] for some in (headers.values(), headers))
     program = done(
-        nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 1, [text.encode()], [name.encode()]),
+        nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", len(texts), texts, names),
         "nvrtcCreateProgram",
     )
     try:
@@ -132,8 +129,8 @@ def compiled(source: str, header: tuple[str, str], options: Sequence[str], capab
 
 
 @cache
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:12]
+def _digest(path: Path, texts: tuple[str, ...]) -> str:
+    return hashlib.sha256("\0".join([path.read_text(), *texts]).encode()).hexdigest()[:12]
 
 
 class Matrix(NamedTuple):

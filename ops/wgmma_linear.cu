@@ -10,50 +10,24 @@
 // half of the rows of a tile are gates), BIAS, RESIDUAL, HALF (fp16, else bf16).
 // wgmma.h, made by the launcher: void multiply(float (&sums)[BN / 2], u64 tokens, u64 weights, int keep).
 
-typedef unsigned long long u64;
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "hopper.cuh"
 #include "wgmma.h"
 
-struct alignas(64) TensorMap {
-    char opaque[128];
-};
-
-constexpr int COLUMNS = 64;  // of a stage: 128 bytes, the width of the swizzle
 constexpr int CLUSTER = SPLIT * SHARE;
 constexpr int TOKEN_BYTES = ROWS * 128, WEIGHT_BYTES = BN * 128, STAGE_BYTES = TOKEN_BYTES + WEIGHT_BYTES;
 constexpr int CONSUMERS = WGS * 128;
 constexpr int OUT = ACT ? BN / 2 : BN;  // outputs of a tile
 constexpr int GROUPS = OUT / 8;
 constexpr int PART_ROWS = ACT ? BN / 2 : BN;  // weight rows of one request, before they are shared
-constexpr u64 READ_ONCE = 0x12F0000000000000ull, READ_AGAIN = 0x14F0000000000000ull;  // L2 policies
-
-__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
 
 __device__ __forceinline__ void release(u32 barrier, u32 block) {
     if constexpr (SHARE == 1)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+        arrive(barrier);
     else
         asm volatile(
             "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
             " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(block)
             : "memory");
-}
-
-__device__ __forceinline__ void load(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
-        : "memory");
 }
 
 __device__ __forceinline__ void load_for_all(
@@ -63,35 +37,6 @@ __device__ __forceinline__ void load_for_all(
         ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(map), "r"(column), "r"(row),
         "r"(barrier), "h"(blocks), "l"(policy)
         : "memory");
-}
-
-// A matrix of rows of 128 bytes, swizzled in blocks of 8 rows, as wgmma wants it described.
-__device__ __forceinline__ u64 described(u32 at) {
-    return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-__device__ __forceinline__ float wide(u16 value) {
-    float made;
-    if constexpr (HALF)
-        asm("cvt.f32.f16 %0, %1;" : "=f"(made) : "h"(value));
-    else
-        made = __uint_as_float((u32)value << 16);
-    return made;
-}
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 made;
-    if constexpr (HALF)
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(made) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(made) : "f"(high), "f"(low));
-    return made;
-}
-
-__device__ __forceinline__ float activated(float x) {
-    if constexpr (ACT == 1) return x / (1.0f + __expf(-x));
-    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (2.0f - 2.0f / (__expf(2.0f * inner) + 1.0f));
 }
 
 __device__ __forceinline__ void meet_cluster() {
@@ -153,8 +98,8 @@ __device__ __forceinline__ void store_groups(
                 if (start + j < COUNT) {
                     float low = sums(start + j, 2 * upper), high = sums(start + j, 2 * upper + 1);
                     if constexpr (ACT != 0) {
-                        low = activated(low) * sums(start + j + GROUPS, 2 * upper);
-                        high = activated(high) * sums(start + j + GROUPS, 2 * upper + 1);
+                        low = activated<ACT>(low) * sums(start + j + GROUPS, 2 * upper);
+                        high = activated<ACT>(high) * sums(start + j + GROUPS, 2 * upper + 1);
                     }
                     values[j] =
                         outputs.finish(low, high, at, column + (first + start + j) * 8 + (lane & 3) * 2);
@@ -186,11 +131,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) __cluster_dims__
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;  // clusters are dense in x
     const u32 part = rank % SPLIT, shared_by = rank / SPLIT;
-    asm volatile("griddepcontrol.launch_dependents;");
+    let_next_begin();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * stage));
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * stage), "r"(WGS * SHARE));
+            make_barrier(full + 8 * stage, 1);
+            make_barrier(empty + 8 * stage, WGS * SHARE);
         }
         asm volatile("fence.mbarrier_init.release.cluster;");
     }
@@ -209,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) __cluster_dims__
 
     if (warp == WGS * 4) {
         if (lane == 0) {
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&weights));
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&tokens));
+            announce(&weights);
+            announce(&tokens);
             bool has_waited = false;
             for (int item = first_item; item < items; item += item_step) {
                 const int token = (item % rows_of_tiles * SHARE + shared_by) * (WGS * 64);
@@ -221,8 +166,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) __cluster_dims__
                     const u32 at = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
                     const int column = (first_step + step) * COLUMNS;
                     wait(empty + 8 * stage, turn ^ 1);
-                    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                                 "r"(STAGE_BYTES) : "memory");
+                    expect(barrier, STAGE_BYTES);
                     if constexpr (SHARE == 1) {
 #pragma unroll
                         for (int half = 0; half < (ACT ? 2 : 1); ++half)
@@ -237,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) __cluster_dims__
                                      READ_ONCE);
                     }
                     if (step + 1 == ahead) {
-                        asm volatile("griddepcontrol.wait;" ::: "memory");
+                        wait_for_last();
                         has_waited = true;
                         for (int before = 0; before < ahead; ++before)
                             load(base + (first_stage + before) % STAGES * STAGE_BYTES, &tokens,
@@ -254,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) __cluster_dims__
     } else {
         const int group = warp / 4;
         const u32 my_tokens = group * 64 * 128;
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        wait_for_last();
         for (int item = first_item; item < items; item += item_step) {
             const int token = (item % rows_of_tiles * SHARE + shared_by) * (WGS * 64) + group * 64 +
                               warp % 4 * 16 + lane / 4;

@@ -23,6 +23,7 @@ from ostinato.ops.cuda_kernels import MAX_SHARED, CudaKernel, Matrix, can_map, m
 from ostinato.ops.kernel_store import STORE, capability
 
 ACTIVATIONS = ("", "silu", "gelu_tanh")
+HOPPER = Path(__file__).parent / "hopper.cuh"
 MAX_TOKENS = 256  # above, the library is faster on an H200
 _COLUMNS = 64  # of a stage
 _MAX_STAGES = 32
@@ -58,16 +59,20 @@ CANDIDATES = {
 }
 
 
-def header(constants: Mapping[str, int]) -> tuple[str, str]:
-    """wgmma.h: the instruction with its registers spelled out."""
-    columns, kind = constants["BN"], "f16" if constants["HALF"] else "bf16"
-    count = columns // 2
+def headers(constants: Mapping[str, int]) -> dict[str, str]:
+    """What the source includes."""
+    return {"hopper.cuh": HOPPER.read_text(), "wgmma.h": multiply(constants["BN"], constants["HALF"] == 1)}
+
+
+def multiply(rows: int, is_half: bool) -> str:
+    """The instruction for so many weight rows, with its registers spelled out."""
+    kind, count = "f16" if is_half else "bf16", rows // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    return "wgmma.h", (
+    return (
         f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 tokens, u64 weights, int keep)"
         f'{{ asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} "
         f'{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}" '
         f': {outputs} : "l"(tokens), "l"(weights), "r"(keep)); }}\n'
     )
@@ -77,7 +82,7 @@ KERNEL = CudaKernel(
     Path(__file__).with_suffix(".cu"),
     "wgmma_linear",
     ("map", "map", "ptr", "ptr", "ptr", *["i32"] * 6),
-    header,
+    headers,
     module=__name__,
     name="KERNEL",
 )

@@ -170,7 +170,7 @@ def test_every_kind_of_tile_compiles_for_hopper_without_spilling(launched: Launc
         wgmma_linear.Path(wgmma_linear.__file__).with_suffix(".cu"),
         "wgmma_linear",
         ("ptr",),
-        wgmma_linear.header,
+        wgmma_linear.headers,
         module="",
         name="",
     )
@@ -189,7 +189,7 @@ def test_every_kind_of_tile_compiles_for_hopper_without_spilling(launched: Launc
 @pytest.mark.usefixtures("_nvrtc")
 def test_a_source_that_does_not_compile_is_an_error_with_the_line() -> None:
     with pytest.raises(EngineError, match=re.compile(r"NVRTC: .*kernel\.cu\(1\): error: .*undefined", re.S)):
-        cuda_kernels.compiled("int a = nowhere;", ("none.h", ""), [], 90)
+        cuda_kernels.compiled("int a = nowhere;", {}, [], 90)
 
 
 def made(num_tokens: int, num_rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
