@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-_EXACT = ConfigDict(extra="forbid")
+
+class _Exact(BaseModel):
+    model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(_Exact):
     """What went wrong."""
-
-    model_config = _EXACT
 
     message: str
     type: str
@@ -20,20 +20,16 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class Error(BaseModel):
+class Error(_Exact):
     """The body of every error, at most 1 KB. Anthropic's clients get `type` and `request_id` too."""
-
-    model_config = _EXACT
 
     error: ErrorDetail
     type: Literal["error"] = "error"
     request_id: str = ""
 
 
-class PromptDetails(BaseModel):
+class PromptDetails(_Exact):
     """Of the prompt's tokens."""
-
-    model_config = _EXACT
 
     cached_tokens: int
 
@@ -44,10 +40,8 @@ class CompletionDetails(BaseModel):
     reasoning_tokens: int = 0
 
 
-class Usage(BaseModel):
+class Usage(_Exact):
     """Tokens of a request. The prompt of n choices counts once."""
-
-    model_config = _EXACT
 
     prompt_tokens: int
     completion_tokens: int
@@ -56,20 +50,16 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionDetails | None = None
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(_Exact):
     """A prompt token or an alternative to it."""
-
-    model_config = _EXACT
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-class NamedLogprob(BaseModel):
+class NamedLogprob(_Exact):
     """A token, its log-probability and its bytes."""
-
-    model_config = _EXACT
 
     token: str
     logprob: float
@@ -89,29 +79,23 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(_Exact):
     """`arguments` is JSON text, or what there is of it where the answer was cut."""
-
-    model_config = _EXACT
 
     name: str
     arguments: str
 
 
-class Call(BaseModel):
+class Call(_Exact):
     """A call of a tool."""
-
-    model_config = _EXACT
 
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(_Exact):
     """What the model says."""
-
-    model_config = _EXACT
 
     role: Literal["assistant"]
     content: str | None
@@ -121,10 +105,8 @@ class AnswerMessage(BaseModel):
     tool_calls: list[Call] | None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(_Exact):
     """One of n answers."""
-
-    model_config = _EXACT
 
     index: int
     message: AnswerMessage
@@ -133,10 +115,8 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatAnswer(BaseModel):
+class ChatAnswer(_Exact):
     """The whole answer of /v1/chat/completions."""
-
-    model_config = _EXACT
 
     id: str
     object: Literal["chat.completion"]
@@ -148,10 +128,8 @@ class ChatAnswer(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class TextLogprobs(BaseModel):
+class TextLogprobs(_Exact):
     """Log-probabilities of a text, with those of the echoed prompt."""
-
-    model_config = _EXACT
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -159,10 +137,8 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class TextChoice(BaseModel):
+class TextChoice(_Exact):
     """One of n answers to one of the prompts."""
-
-    model_config = _EXACT
 
     index: int
     text: str
@@ -173,10 +149,8 @@ class TextChoice(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class TextAnswer(BaseModel):
+class TextAnswer(_Exact):
     """The whole answer of /v1/completions."""
-
-    model_config = _EXACT
 
     id: str
     object: Literal["text_completion"]
@@ -203,10 +177,8 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class Tokens(BaseModel):
+class Tokens(_Exact):
     """Answer of /tokenize."""
-
-    model_config = _EXACT
 
     count: int
     max_model_len: int
@@ -214,10 +186,8 @@ class Tokens(BaseModel):
     token_strs: list[str] | None
 
 
-class PlainText(BaseModel):
+class PlainText(_Exact):
     """Answer of /detokenize."""
-
-    model_config = _EXACT
 
     prompt: str
 
@@ -228,29 +198,23 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-class InputUsage(BaseModel):
+class InputUsage(_Exact):
     """Tokens of inputs; nothing is generated."""
-
-    model_config = _EXACT
 
     prompt_tokens: int
     total_tokens: int
 
 
-class Embedding(BaseModel):
+class Embedding(_Exact):
     """The vector of one input; as text it is base64 of little-endian float32."""
-
-    model_config = _EXACT
 
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class Embeddings(BaseModel):
+class Embeddings(_Exact):
     """Answer of /v1/embeddings."""
-
-    model_config = _EXACT
 
     object: Literal["list"]
     data: list[Embedding]
@@ -258,20 +222,16 @@ class Embeddings(BaseModel):
     usage: InputUsage
 
 
-class Score(BaseModel):
+class Score(_Exact):
     """The score of one pair."""
-
-    model_config = _EXACT
 
     object: Literal["score"]
     index: int
     score: float
 
 
-class Scores(BaseModel):
+class Scores(_Exact):
     """Answer of /v1/score."""
-
-    model_config = _EXACT
 
     id: str
     object: Literal["list"]
@@ -281,28 +241,22 @@ class Scores(BaseModel):
     usage: InputUsage
 
 
-class DocumentText(BaseModel):
+class DocumentText(_Exact):
     """A document as it was sent."""
-
-    model_config = _EXACT
 
     text: str
 
 
-class Ranked(BaseModel):
+class Ranked(_Exact):
     """A document, by its place among those that were sent."""
-
-    model_config = _EXACT
 
     index: int
     relevance_score: float
     document: DocumentText | None = None
 
 
-class Ranking(BaseModel):
+class Ranking(_Exact):
     """Answer of /v1/rerank, best first."""
-
-    model_config = _EXACT
 
     id: str
     model: str
@@ -317,43 +271,33 @@ class Health(BaseModel):
     reason: str = ""
 
 
-class Version(BaseModel):
+class Version(_Exact):
     """Version of ostinato."""
-
-    model_config = _EXACT
 
     version: str
 
 
-class ForgottenBlocks(BaseModel):
+class ForgottenBlocks(_Exact):
     """Answer of /admin/reset_prefix_cache."""
-
-    model_config = _EXACT
 
     blocks: int
 
 
-class Aborted(BaseModel):
+class Aborted(_Exact):
     """Answer of /admin/abort: ids of the answers that ended, and given names that no running request has."""
-
-    model_config = _EXACT
 
     aborted: list[str]
     unknown: list[str]
 
 
-class ProfileLimit(BaseModel):
+class ProfileLimit(_Exact):
     """Answer of /admin/profile/start: the profile ends by itself after so many seconds."""
-
-    model_config = _EXACT
 
     seconds: float
 
 
-class ProfileTrace(BaseModel):
+class ProfileTrace(_Exact):
     """Answer of /admin/profile/stop."""
-
-    model_config = _EXACT
 
     file: str
 
