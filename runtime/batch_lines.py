@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from ostinato.errors import ConfigError, InvalidRequest
 from ostinato.runtime.http.strict_json import parse_object
@@ -23,6 +23,7 @@ ROUTES = (
 )
 PASSING = frozenset({408, 429, 500, 502, 503, 504})  # worth another try, now or when a run is resumed
 _FIELDS = ("custom_id", "method", "url", "body")
+_BEGIN = b'{"id"'  # of every line of an output file
 _LONG = 120  # characters of what a message shows
 
 
@@ -68,40 +69,52 @@ def check_ids(path: Path) -> set[str]:
     return set(seen)
 
 
-def resume(path: Path, known: set[str]) -> set[str]:
+def resume(path: Path, known: Set[str]) -> set[str]:
     """The `custom_id`s that are answered in an output file; what is worth another try is taken out of it.
 
-    A line that a crash cut short goes too.  ConfigError for a file that has answers to other requests than
-    the `known` ones.
+    A line that a crash cut short goes too.  ConfigError, and the file stays as it is, when it holds anything
+    but answers to `known` requests, or cannot be read.
     """
-    if not path.exists():
+    if not path.is_file():  # a device or a pipe has nothing to go on with
         return set()
-    done: set[str] = set()
     unfinished = path.with_name(f"{path.name}.resuming")
-    dropped = 0
-    with path.open("rb") as old, unfinished.open("wb") as new:
-        for raw in old:
-            custom_id = _answered(raw)
-            if custom_id is None or custom_id in done:
-                dropped += 1
-                continue
-            if custom_id not in known:
-                unfinished.unlink()
-                raise ConfigError(
-                    f"{path}: has an answer to {custom_id[:_LONG]!r}, which the input does not ask; "
-                    "give another output file, or remove this one"
-                )
-            done.add(custom_id)
-            new.write(raw)
-    if dropped:
-        os.replace(unfinished, path)
-    else:
-        unfinished.unlink()
+    try:
+        with path.open("rb") as old, unfinished.open("wb") as new:
+            done, dropped = _copy_answers(path, old, new, known)
+        if dropped:
+            os.replace(unfinished, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
     return done
 
 
+def _copy_answers(path: Path, old: BinaryIO, new: BinaryIO, known: Set[str]) -> tuple[set[str], int]:
+    """What is answered, and how many lines were left out."""
+    done: set[str] = set()
+    dropped = 0
+    for number, raw in enumerate(old, 1):
+        if not _is_answer(raw):
+            raise ConfigError(
+                f"{path}: line {number} is no answer of a batch; give another output file, or remove this one"
+            )
+        custom_id = _answered(raw)
+        if custom_id is None or custom_id in done:
+            dropped += 1
+            continue
+        if custom_id not in known:
+            raise ConfigError(
+                f"{path}: has an answer to {custom_id[:_LONG]!r}, which the input does not ask; "
+                "give another output file, or remove this one"
+            )
+        done.add(custom_id)
+        new.write(raw)
+    return done, dropped
+
+
 def write_answer(out: TextIO, custom_id: str | None, status: int, request_id: str, body: object) -> None:
-    """An HTTP answer, good or not."""
+    """An HTTP answer, good or not. ConfigError when the file cannot take it."""
     answer = {"status_code": status, "request_id": request_id, "body": body}
     _write(out, custom_id, answer, None)
 
@@ -118,8 +131,22 @@ def _write(out: TextIO, custom_id: str | None, response: object, error: object) 
         "response": response,
         "error": error,
     }
-    out.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
-    out.flush()
+    line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+    if not _is_utf8(line):  # half a surrogate pair, which JSON can spell and UTF-8 cannot
+        line = json.dumps(record, separators=(",", ":"))
+    try:
+        out.write(line + "\n")
+        out.flush()
+    except OSError as error:  # a full disk
+        raise ConfigError(f"{out.name}: {error.strerror}") from None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read(number: int, raw: bytes) -> BatchLine | BadLine:
@@ -156,13 +183,26 @@ def _problem(fields: dict[str, object], custom_id: str | None) -> str | None:
     return None
 
 
+def _is_answer(raw: bytes) -> bool:
+    """Whether a line may be one of an output file. One without an end need only begin so."""
+    if not raw.endswith(b"\n"):
+        return _BEGIN.startswith(raw[: len(_BEGIN)])
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and record.keys() >= {"custom_id", "response"}
+
+
 def _answered(raw: bytes) -> str | None:
     """Whose final answer a line of an output file is."""
     try:
         record = json.loads(raw)
         custom_id, status = record["custom_id"], record["response"]["status_code"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not raw.endswith(b"\n") or not isinstance(custom_id, str) or status in PASSING:
+    if not raw.endswith(b"\n") or not isinstance(custom_id, str) or not isinstance(status, int):
+        return None
+    if status in PASSING:
         return None
     return custom_id

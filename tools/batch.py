@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency", type=_positive, default=64, metavar="N", help="requests at once (default: 64)"
     )
     parser.add_argument(
-        "--retries", type=int, default=5, metavar="N",
+        "--retries", type=_not_negative, default=5, metavar="N",
         help="more tries of a request that failed in passing (default: 5)",
     )  # fmt: skip
     add_flags(parser)
@@ -65,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     logs.setup(config.log_level)
+    if arguments.output.exists() and arguments.input.exists() and arguments.output.samefile(arguments.input):
+        raise ConfigError(f"{arguments.output}: is the input, too; give the answers a file of their own")
     known = check_ids(arguments.input)
     done = resume(arguments.output, known)
     if done:
@@ -73,9 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         out = arguments.output.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{arguments.output}: {error.strerror}") from None
-    with out:
-        batch = Batch(arguments, out, done)
+    batch = Batch(arguments, out, done)
+    try:
         asyncio.run(_run(arguments, batch))
+    except BaseExceptionGroup as group:  # of the requests' tasks: the first that failed has ended the others
+        raise group.exceptions[0] from None
+    finally:
+        with suppress(OSError):  # each line was flushed; what could not be is told by now
+            out.close()
     said = f"{batch.answered} answered, {batch.failed} failed, {len(done)} had their answer already"
     print(f"{said}: {arguments.output}", file=sys.stderr)
     return 1 if batch.failed else 0
@@ -175,11 +182,11 @@ class Batch:
             wait_s = min(LONGEST_WAIT_S, 2.0**attempt)
             try:
                 async with http.post(url + line.url, data=raw, headers=_JSON) as response:
-                    text = await response.text()
+                    raw_answer = await response.read()
                     if response.status in PASSING and attempt < self._retries:
                         wait_s = _retry_after_s(response.headers, wait_s)
                     else:
-                        self._answer(line.custom_id, response, text)
+                        self._answer(line.custom_id, response, raw_answer)
                         return
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 if attempt == self._retries:
@@ -188,14 +195,15 @@ class Batch:
                     return
             await asyncio.sleep(wait_s)
 
-    def _answer(self, custom_id: str, response: aiohttp.ClientResponse, text: str) -> None:
-        try:
-            body = json.loads(text)
-        except ValueError:
-            self._error(custom_id, "invalid_answer", f"status {response.status}, and no JSON: {text[:200]}")
-            return
+    def _answer(self, custom_id: str, response: aiohttp.ClientResponse, raw: bytes) -> None:
         request_id = response.headers.get("X-Request-Id", "")
-        write_answer(self._out, custom_id, response.status, request_id, body)
+        try:
+            body = json.loads(raw, parse_constant=_not_json)
+            write_answer(self._out, custom_id, response.status, request_id, body)
+        except (ValueError, RecursionError):
+            shown = raw[:200].decode("utf-8", "replace")
+            self._error(custom_id, "invalid_answer", f"status {response.status}, and no JSON: {shown}")
+            return
         self._count(is_good=response.status == 200)
 
     def _error(self, custom_id: str | None, code: str, message: str) -> None:
@@ -216,6 +224,17 @@ _JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 def _retry_after_s(headers: Mapping[str, str], default_s: float) -> float:
     given = headers.get("Retry-After", "")
     return min(LONGEST_WAIT_S, float(given)) if given.isascii() and given.isdigit() else default_s
+
+
+def _not_json(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
 
 
 def _positive(text: str) -> int:

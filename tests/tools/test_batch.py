@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from ostinato.errors import Overloaded
 from ostinato.runtime.messages import GenerateRequest
 from ostinato.tools import main
 from tests.support.fake_engine import say
+from tests.support.scripted_http import scripted
 from tests.support.serving import serving
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}
@@ -130,6 +132,9 @@ async def test_no_more_requests_run_at_once_than_wanted(tmp_path):
             {"custom_id": "z", "response": {"status_code": 200}},
             "'z', which the input does not ask",
         ),
+        ([line("a")], line("a"), "line 1 is no answer of a batch"),
+        ([line("a")], "precious notes", "line 1 is no answer of a batch"),
+        ([line("a")], "[" * 100_000, "line 1 is no answer of a batch"),
         (None, None, "No such file"),
     ],
 )
@@ -149,3 +154,50 @@ def test_files_that_do_not_fit_are_refused_before_anything_is_asked(tmp_path, ca
     assert main.main(words) == 2
     assert says in capsys.readouterr().err
     assert (out is None) == (not (tmp_path / "out.jsonl").exists())
+    assert not (tmp_path / "out.jsonl.resuming").exists()
+    if out is not None:
+        assert (tmp_path / "out.jsonl").read_text() == (
+            out if isinstance(out, str) else json.dumps(out)
+        ) + "\n"
+
+
+def test_the_input_and_files_that_cannot_be_written_are_no_output(tmp_path, capsys):
+    asked = tmp_path / "in.jsonl"
+    asked.write_text(json.dumps(line("a")))  # one line without an end, as if a crash had cut it short
+    (tmp_path / "link").symlink_to(asked)
+    (tmp_path / "notes").write_text("precious, and no line end")
+    for out, says in (
+        ("in.jsonl", "is the input, too"),
+        ("link", "is the input, too"),
+        ("notes", "line 1 is no answer of a batch"),
+        (".", "Is a directory"),
+        ("/dev/full", "No space left on device"),
+    ):
+        words = ["batch", "-i", str(asked), "-o", str(tmp_path / out), "http://127.0.0.1:1", "--retries", "0"]
+        assert main.main(words) == 2
+        assert says in capsys.readouterr().err
+    assert asked.read_text() == json.dumps(line("a"))
+    assert (tmp_path / "notes").read_text() == "precious, and no line end"
+
+
+async def test_answers_that_are_no_json_are_told_and_end_nothing_else(tmp_path):
+    def sends(body: bytes):
+        async def answer(request: web.Request, asked: object) -> web.Response:
+            return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+        return answer
+
+    half = b'{"choices": [{"text": "\\ud83d"}]}'  # of a surrogate pair: JSON, and not to be said in UTF-8
+    bodies = {
+        "/v1/chat/completions": b'{"a": "\xff"}',
+        "/v1/embeddings": b"[" * 100_000,
+        "/v1/rerank": b'{"a": NaN}',
+        "/v1/completions": half,
+    }
+    write(tmp_path / "in.jsonl", *(line(path, path) for path in bodies))
+    async with scripted({path: sends(body) for path, body in bodies.items()}) as served:
+        assert await batch(served.url, tmp_path, "--retries", "0") == 1
+    answers = read(tmp_path / "out.jsonl")
+    assert answers.pop("/v1/completions")["response"]["body"] == json.loads(half)
+    assert len(answers) == 3
+    assert {record["error"]["code"] for record in answers.values()} == {"invalid_answer"}
