@@ -144,19 +144,6 @@ class KVSizer:
         self._heed_refusal(now)
         self._report(wanted)
 
-    def ensure(self, blocks: int) -> int:
-        """Wait until there are so many blocks, or no more can be had; return how many there are.
-
-        For warm-up and capture, which must not touch blocks without memory; not for steps.
-        """
-        while self._blocks.committed < min(blocks, self._limit()):
-            self._memory.grow_to(min(blocks, self._limit()))
-            self._memory.wait()
-            self._publish()
-            if self._memory.take_refusal() is not None:
-                break
-        return self._blocks.committed
-
     def cut(self, move: Callable[[Moves], None]) -> None:
         """Take away what `wants_quiet` is about. No plan is in flight.
 

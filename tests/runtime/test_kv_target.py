@@ -118,18 +118,6 @@ def test_registered_memory_is_kept_until_it_is_let_go():
     assert sized.turns(2) == 10
 
 
-def test_warm_up_waits_for_the_blocks_that_it_touches():
-    sized = Sized()
-    assert sized.sizer.ensure(30) == 30
-    sized.sizer.set_target(40 * 512)
-    assert sized.sizer.ensure(90) == 40
-    sized.sizer.set_target(None)
-    sized.driver.arm(1, keeps_failing=True, error=VmmOutOfMemory)
-    assert sized.sizer.ensure(90) == 40
-    sized.driver.heal()
-    sized.sizer.check()
-
-
 def test_a_request_that_fits_nowhere_waits_for_memory_of_others_as_long_as_it_was_told():
     sized = Sized(patience_s=5.0)
     sized.driver.arm(1, keeps_failing=True, error=VmmOutOfMemory)
