@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ostinato.errors import ArtifactError, CompileError
-from ostinato.runtime.artifact import MANIFEST, Manifest, read_manifest
+from ostinato.runtime.artifact import MANIFEST, Manifest, read_manifest, verify_files
 
 log = logging.getLogger(__name__)
 
@@ -52,19 +52,18 @@ def only_compiler_of(out: Path) -> Iterator[None]:
 
 
 def same_artifact(out: Path, key: str) -> Manifest | None:
-    """The manifest of a whole artifact of this key that is there already."""
+    """The manifest of a sound artifact of this key that is there already. A warning says what is damaged."""
     if not (out / MANIFEST).is_file():
         return None
     try:
         manifest = read_manifest(out)
+        if manifest.key != key:
+            return None
+        verify_files(out, manifest)  # the content too: nobody else can tell, and whoever loads it only fails
     except ArtifactError as error:
         log.warning("%s; replacing it", error)
         return None
-    whole = all(
-        (out / name).is_file() and (out / name).stat().st_size == record.bytes
-        for name, record in manifest.files.items()
-    )
-    return manifest if manifest.key == key and whole else None
+    return manifest
 
 
 def replace_folder(folder: Path, out: Path) -> None:

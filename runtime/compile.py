@@ -144,7 +144,8 @@ def code_files() -> list[Path]:
         "compile_target.py",
     )
     runtime = [package / "runtime" / name for name in names]
-    parts = ("graph", "passes", "ops", "ops/tuned", "runtime/gpu", "runtime/pooling")
+    # what is sampled with on a GPU decides which kernels are compiled
+    parts = ("graph", "passes", "ops", "ops/tuned", "runtime/gpu", "runtime/pooling", "runtime/sampling")
     inside = [path for name in parts for path in (package / name).iterdir() if path.is_file()]
     return sorted([*runtime, *inside])
 
