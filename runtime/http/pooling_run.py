@@ -111,6 +111,7 @@ async def run_inputs(
             clock.queued(result.queued_s)
         return name, results
     except TimeoutError:
+        outcome = "abort"  # as of an answer that takes too long: the client did not leave
         raise GenerationTimeout(
             f"the answer was not complete within {limit_s:g} s (server.request_timeout_s)"
         ) from None

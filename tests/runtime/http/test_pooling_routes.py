@@ -258,6 +258,7 @@ async def test_a_request_that_takes_too_long_is_ended_and_an_operator_may_end_on
     async with pool_serving(model, request_timeout_s=0.2, admin_key="root") as served:
         status, late = await served.post(EMBED, {"input": [5]})
         assert (status, late["error"]["code"]) == (504, "generation_timeout")
+        assert 'ostinato_requests_total{outcome="abort"} 1.0' in (await _metrics(served))[1]
     model = ToyPoolModel(gate=threading.Event())
     async with pool_serving(model, admin_key="root") as served:
         first = asyncio.create_task(served.post(EMBED, {"input": [5]}))
