@@ -13,6 +13,8 @@ from typing import Any
 from ostinato.bench.request_record import RequestRecord
 
 DONE = b"[DONE]"
+WRONG_SHAPE = (AttributeError, LookupError, TypeError)  # what reading JSON of another shape raises
+_MOST = 2**53  # tokens; a larger number is no count
 _CHANNELS = ("content", "reasoning", "reasoning_content", "refusal")
 
 
@@ -35,11 +37,18 @@ class AnswerTally:
         record = self.record
         try:
             chunk = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             chunk = None
         if not isinstance(chunk, dict):
             record.error = record.error or f"an event is not a JSON object: {data[:80]!r}"
             return
+        try:
+            self._read(at, chunk)
+        except WRONG_SHAPE:
+            record.error = record.error or f"an event has another shape than OpenAI's: {data[:80]!r}"
+
+    def _read(self, at: float, chunk: dict[str, Any]) -> None:
+        record = self.record
         if chunk.get("error"):
             record.error = record.error or _error_text(chunk["error"])
             return
@@ -80,26 +89,41 @@ class AnswerTally:
 
 def read_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
     """OpenAI's usage object; the last one that comes holds."""
-    if isinstance(tokens := usage.get("completion_tokens"), int):
+    if (tokens := _count(usage.get("completion_tokens"))) is not None:
         record.output_tokens, record.output_tokens_from = tokens, "usage"
-    if isinstance(tokens := usage.get("prompt_tokens", usage.get("total_tokens")), int):
+    if (tokens := _count(usage.get("prompt_tokens", usage.get("total_tokens")))) is not None:
         record.prompt_tokens = tokens
     details = usage.get("prompt_tokens_details") or {}
-    if isinstance(tokens := details.get("cached_tokens"), int):
+    if (tokens := _count(details.get("cached_tokens"))) is not None:
         record.cached_tokens = tokens
+
+
+def _count(value: object) -> int | None:
+    """A number of tokens. TypeError for what can be none; None when it is left out."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
+        raise TypeError(f"{value!r:.40} is no number of tokens")
+    return value
 
 
 def _read_choice(choice: dict[str, Any]) -> tuple[bool, str]:
     """Whether a channel has something in it, and the text of the answer proper."""
     delta = choice.get("delta")
     if delta is None:
-        text = choice.get("text") or ""
+        text = _text(choice.get("text"))
         return bool(text), text
     if any(delta.get(channel) for channel in _CHANNELS):
-        return True, delta.get("content") or ""
+        return True, _text(delta.get("content"))
     calls = delta.get("tool_calls") or ([{"function": call}] if (call := delta.get("function_call")) else [])
     functions = [call.get("function") or call.get("custom") or {} for call in calls]
     return any(one.get("name") or one.get("arguments") or one.get("input") for one in functions), ""
+
+
+def _text(value: object) -> str:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value or ""
 
 
 def _error_text(error: object) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import aiohttp
 
+from ostinato.bench.answer_tally import WRONG_SHAPE
 from ostinato.bench.load_item import LoadItem
 from ostinato.bench.request_record import RequestRecord
 from ostinato.bench.sender import Sender
@@ -36,6 +37,8 @@ async def find_model(http: aiohttp.ClientSession, target: TargetSettings) -> str
                     raise ConfigError(f"{url}: {said}; give --model (and OPENAI_API_KEY if it wants a key)")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             said = str(error) or type(error).__name__
+        except (*WRONG_SHAPE, ValueError, RecursionError):
+            raise ConfigError(f"{url} lists models in another shape than OpenAI's; give --model") from None
         if time.monotonic() >= end:
             raise ConfigError(f"{url} does not answer: {said}; is the server running there? see --url")
         await asyncio.sleep(_AGAIN_S)

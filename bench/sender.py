@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from ostinato.bench.answer_tally import AnswerTally, read_usage
+from ostinato.bench.answer_tally import WRONG_SHAPE, AnswerTally, read_usage
 from ostinato.bench.load_item import LoadItem
 from ostinato.bench.request_record import RequestRecord
 from ostinato.bench.sse import EventReader
@@ -80,7 +80,7 @@ class Sender:
                     if self._entries and not record.error:
                         _count_inputs(record, answer.get(self._entries), item)
                     record.ok = not record.error
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
             record.ok = False
             record.error = f"{type(error).__name__}: {error}"[:_SHOWN] if str(error) else type(error).__name__
         except asyncio.CancelledError:
@@ -114,7 +114,11 @@ def _read_whole(record: RequestRecord, answer: Any) -> str:
         return ""
     if answer.get("error"):
         record.error = f"error in the answer: {answer['error']}"[:_SHOWN]
-    read_usage(record, answer.get("usage") or {})
-    choices = answer.get("choices") or [{}]
-    message = choices[0].get("message") or {}
-    return str(choices[0].get("text") or message.get("content") or "")
+    try:
+        read_usage(record, answer.get("usage") or {})
+        choices = answer.get("choices") or [{}]
+        message = choices[0].get("message") or {}
+        return str(choices[0].get("text") or message.get("content") or "")
+    except WRONG_SHAPE:
+        record.error = record.error or f"the answer has another shape than OpenAI's: {answer!r}"[:_SHOWN]
+        return ""

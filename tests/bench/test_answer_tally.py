@@ -123,6 +123,7 @@ def test_no_division_by_zero_for_answers_of_no_or_one_token(tokens):
         ([(0.2, chat(content="a")), (0.3, {"error": {"message": "it broke"}})], "error event: it broke"),
         ([(0.2, b"<html>")], "an event is not a JSON object: b'<html>'"),
         ([(0.2, b"[1]")], "an event is not a JSON object: b'[1]'"),
+        ([(0.2, b"[" * 100_000)], f"an event is not a JSON object: {b'[' * 80!r}"),
     ],
 )
 def test_an_answer_that_is_cut_off_or_broken_has_failed(events, error):
@@ -130,6 +131,30 @@ def test_an_answer_that_is_cut_off_or_broken_has_failed(events, error):
     assert not record.ok
     assert record.error == error
     assert record.end_at == 0.7
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"choices": [None]},
+        {"choices": 5},
+        {"choices": [{"delta": "x"}]},
+        {"choices": [{"delta": {"content": 5}}]},
+        {"choices": [{"delta": {"tool_calls": [5]}}]},
+        {"choices": [{"text": ["x"]}]},
+        {"choices": [{"text": "x", "token_ids": 7}]},
+        {"choices": [], "usage": "many"},
+        {"choices": [], "usage": {"completion_tokens": -5}},
+        {"choices": [], "usage": {"completion_tokens": True}},
+        {"choices": [], "usage": {"prompt_tokens": 10**400}},
+        {"choices": [], "usage": {"prompt_tokens_details": 7}},
+    ],
+    ids=str,
+)
+def test_a_chunk_of_another_shape_fails_its_answer_and_nothing_else(chunk):
+    record = tally((0.1, chunk), (0.2, chat("stop", content="a")))
+    assert not record.ok
+    assert record.error.startswith("an event has another shape than OpenAI's: b'{")
 
 
 def test_a_record_survives_json():
@@ -150,3 +175,12 @@ def test_events_are_the_same_whatever_the_pieces(size):
     reader = EventReader()
     events = [e for at in range(0, len(STREAM), size) for e in reader.feed(STREAM[at : at + size])]
     assert events == [b"one", b"two", b"three\nlines", b'{"a": "\xc3\xbc"}']
+
+
+@pytest.mark.parametrize("piece", [b"x" * 1000, b"data: " + b"x" * 1000 + b"\n"])
+def test_an_event_that_never_ends_is_not_kept(monkeypatch, piece):
+    monkeypatch.setattr("ostinato.bench.sse.MAX_EVENT_BYTES", 10_000)
+    reader = EventReader()
+    with pytest.raises(ValueError, match="an event is over 10000 bytes"):
+        for _ in range(100):
+            reader.feed(piece)

@@ -252,6 +252,33 @@ async def test_the_ready_check_waits_for_a_start_and_says_what_a_refusal_said():
         await sweep(server.url, target={"ready_timeout_s": 0})
 
 
+@pytest.mark.parametrize(
+    ("whole", "error"),
+    [
+        (b'{"choices": ["x"]}', "the answer has another shape"),
+        (b'{"choices": [], "usage": 3}', "the answer has another shape"),
+        (b"[" * 100_000, "RecursionError: "),
+        (b'{"a": "\xff"}', "UnicodeDecodeError: "),
+    ],
+    ids=("choices", "usage", "deep", "latin"),
+)
+async def test_an_answer_in_one_piece_of_another_shape_has_failed(whole, error):
+    async def answer(request, body):
+        return web.Response(body=whole, content_type="application/json")
+
+    async with scripted({TEXT: answer}) as server:
+        target = {"stream": False, "ready_timeout_s": 0}
+        _, (point,) = await sweep(server.url, target=target, data={"num_prompts": 1})
+    assert [message.startswith(error) for message in point["runs"][0]["errors"]] == [True]
+
+
+@pytest.mark.parametrize("models", [b"[1]", b"{x", b"[" * 100_000, b'{"data": [{}]}', b'{"data": "abc"}'])
+async def test_a_list_of_models_in_another_shape_is_told(models):
+    async with scripted({TEXT: SHORT}, models=models) as server:
+        with pytest.raises(ConfigError, match="/v1/models lists models in another shape than OpenAI's"):
+            await sweep(server.url)
+
+
 async def test_several_processes_send_every_request_once_within_the_concurrency():
     async def slow(request, body):
         await asyncio.sleep(0.02)

@@ -43,8 +43,10 @@ def plays(script: Script) -> Answer:
 
 
 @asynccontextmanager
-async def scripted(answers: dict[str, Answer]) -> AsyncIterator[Scripted]:
-    """Serve POST routes, and /v1/models with one model, `toy`."""
+async def scripted(
+    answers: dict[str, Answer], *, models: bytes = b'{"data": [{"id": "toy"}]}'
+) -> AsyncIterator[Scripted]:
+    """Serve POST routes, and /v1/models with one model, `toy`, if `models` says nothing else."""
 
     async def post(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -57,11 +59,11 @@ async def scripted(answers: dict[str, Answer]) -> AsyncIterator[Scripted]:
         finally:
             served.running -= 1
 
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "toy"}]})
+    async def listed(request: web.Request) -> web.Response:
+        return web.Response(body=models, content_type="application/json")
 
     app = web.Application()
-    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models", listed)
     for path in answers:
         app.router.add_post(path, post)
     runner = web.AppRunner(app, shutdown_timeout=0.1)  # some answers never end
