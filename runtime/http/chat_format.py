@@ -61,11 +61,13 @@ def thinking_variables(fields: ToolTemplateRequest, template: str) -> dict[str, 
     return variables
 
 
+def _may_call(fields: ToolRequest) -> bool:
+    return bool(fields.tools) and fields.tool_choice != "none"
+
+
 def check_tools(state: ServerState, fields: ToolRequest) -> None:
     """InvalidRequest for what cannot be done with this model's calls."""
-    if not fields.tools or fields.tool_choice == "none":
-        return
-    if state.formats.tools is None:
+    if _may_call(fields) and state.formats.tools is None:
         raise InvalidRequest(
             "tools: it is not known how this model writes tool calls; set server.tool_parser, or send "
             "tool_choice none",
@@ -88,7 +90,7 @@ def chat_sampling(
             sampling,
             state.thought_marks,
             begun=_begun_block(state, fields, prompt_ids),
-            calls=bool(fields.tools) and fields.tool_choice != "none",
+            calls=_may_call(fields),
         )
     if (of_calls := _call_grammar(state, fields)) is not None:
         param, grammar = of_calls
@@ -161,7 +163,7 @@ def _begun_block(state: ServerState, fields: ToolRequest, prompt_ids: Sequence[i
 def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:
     """How the choices of this answer are read."""
     formats, codec = state.formats, state.text.codec
-    calls = bool(fields.tools) and fields.tool_choice != "none"
+    calls = _may_call(fields)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in fields.tools or ()}
     continued = _open_thoughts(state, fields)
     one_call = calls and fields.parallel_tool_calls is False
