@@ -182,5 +182,4 @@ def test_an_event_that_never_ends_is_not_kept(monkeypatch, piece):
     monkeypatch.setattr("ostinato.bench.sse.MAX_EVENT_BYTES", 10_000)
     reader = EventReader()
     with pytest.raises(ValueError, match="an event is over 10000 bytes"):
-        for _ in range(100):
-            reader.feed(piece)
+        [reader.feed(piece) for _ in range(100)]
