@@ -65,7 +65,8 @@ def refused_as(names: FieldNames) -> Iterator[None]:
             raise
         ours, message = names.of(error.param), str(error)
         if message.startswith(error.param):
-            message = ours + message[len(error.param) :]
+            what = ": the text of a call's arguments" if error.param.endswith(".function.arguments") else ""
+            message = ours + what + message[len(error.param) :]
         raise type(error)(message, param=ours) from None
 
 

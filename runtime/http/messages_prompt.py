@@ -128,14 +128,14 @@ def _joined(content: str | Sequence[TextBlock]) -> str:
 
 def _tools(fields: PromptRequest) -> dict[str, object]:
     choice = fields.tool_choice
-    if not fields.tools:
-        return {}
-    values: dict[str, object] = {"tools": [_function(tool) for tool in fields.tools]}
+    values: dict[str, object] = {}
+    if fields.tools:
+        values["tools"] = [_function(tool) for tool in fields.tools]
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         ours = {"auto": "auto", "any": "required", "none": "none", "tool": named}
         values["tool_choice"] = ours[choice.type]
-        if choice.disable_parallel_tool_use:
+        if fields.tools and choice.disable_parallel_tool_use:
             values["parallel_tool_calls"] = False
     return values
 

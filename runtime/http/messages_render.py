@@ -10,6 +10,7 @@ from ostinato.runtime.http.answer_blocks import AnswerBlocks, Block, BlockEvent
 from ostinato.runtime.http.answer_parts import dump
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.named_events import frame
+from ostinato.runtime.http.strict_json import is_deep
 from ostinato.runtime.output.events import Event
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -131,9 +132,13 @@ def _content(block: Block) -> dict[str, object]:
 
 
 def _arguments(text: str) -> dict[str, Any]:  # Any: the tool's own business
-    """Arguments as an object; those of a call that was cut short may be no JSON, and are `{}`."""
+    """Arguments as an object; those of a call that was cut short may be no JSON, and are `{}`.
+
+    So are those that a model made up and that no answer can hold: NaN, 1e999, a hundred lists in each other.
+    """
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+        dump(value)
+    except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and not is_deep(value) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from aiohttp import web
@@ -134,6 +134,7 @@ async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequ
     if (before := fields.previous_response_id) is not None:
         earlier = responses.stored(before, caller.name).history
     new = [_resolved(item, at, responses, caller.name) for at, item in enumerate(input_items(fields))]
+    _check_ids(new)
     chat, names = chat_of(fields, [ITEM.validate_json(item) for item in earlier], new)
     name = response_id()
     choice = await begin_chat(state, chat, name, names)
@@ -158,6 +159,17 @@ def _resolved(item: Item, at: int, responses: Responses, owner: str) -> Item:
         param = f"input[{at}].id"
         raise InvalidRequest(f"{param}: no stored response has an item {item.id[:80]!r}", param=param)
     return ITEM.validate_json(found)
+
+
+def _check_ids(items: Sequence[Item]) -> None:
+    """An id is that of one item: the input is listed by ids."""
+    seen: set[str] = set()
+    for at, item in enumerate(items):
+        if item.id in seen:
+            param = f"input[{at}].id"
+            raise InvalidRequest(f"{param}: {item.id[:80]!r} is the id of two items", param=param)
+        if item.id is not None:
+            seen.add(item.id)
 
 
 def _with_id(item: Item) -> str:

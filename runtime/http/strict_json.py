@@ -60,7 +60,7 @@ def parse(text: str, what: str, *, param: str | None = None) -> object:
     except ValueError:  # the one that is left: an integer of more digits than the interpreter reads
         digits = rf"-?\d{{{sys.get_int_max_str_digits() + 1},}}+"
         raise InvalidRequest(_too_large(text, what, digits), param=param) from None
-    if text.count("{") + text.count("[") > MAX_DEPTH and _is_deep(value):
+    if text.count("{") + text.count("[") > MAX_DEPTH and is_deep(value):
         raise InvalidRequest(_too_deep(what), param=param)
     return value
 
@@ -77,7 +77,8 @@ class _TooLarge(ValueError):
         self.digits = digits
 
 
-def _is_deep(value: object) -> bool:
+def is_deep(value: object) -> bool:
+    """Whether more than `MAX_DEPTH` lists and objects are in each other."""
     level: list[Any] = [[value]]  # Any: JSON
     for _ in range(MAX_DEPTH + 1):
         level = [

@@ -250,3 +250,53 @@ async def test_forced_calls_and_schemas_reach_the_engine(
     with pytest.raises(BadRequestError, match=r"text\.format: no") as bad:  # the engine compiles grammars
         await openai.responses.create(model="toy", input="Hello", text={"format": wanted}, stream=True)
     assert bad.value.param == "text.format"
+
+
+HOSTILE = ('{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": ' + "[" * 400 + "]" * 400 + "}", '{"a"')
+
+
+@pytest.mark.parametrize("arguments", HOSTILE, ids=("nan", "infinity", "surrogate", "deep", "cut"))
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+async def test_arguments_that_a_model_made_up_are_an_answer_and_not_an_error(path: str, arguments: str):
+    script = writes(f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>')
+    messages = {"messages": [{"role": "user", "content": "Hello"}]}
+    function = {"name": "now", "parameters": {"type": "object"}}
+    fields: dict[str, Any] = {
+        "/v1/messages": {"max_tokens": 1500, "tools": MESSAGES_TOOLS, **messages},
+        "/v1/responses": {"input": "Hello", "tools": RESPONSES_TOOLS},
+        "/v1/chat/completions": {"tools": [{"type": "function", "function": function}], **messages},
+    }[path]
+    async with serving(script, text=front_end(template=TEMPLATE), window=2000) as served:
+        status, whole = await served.post(path, fields)
+        assert status == 200, whole
+        async with served.http.post(served.url + path, json={**fields, "stream": True}) as response:
+            streamed = await response.text()
+            assert "internal_error" not in streamed
+        if path == "/v1/messages":
+            (block,) = whole["content"]
+            assert block["input"] == ({"a": "\ud800"} if "ud800" in arguments else {})
+
+
+async def test_a_conversation_with_a_call_that_was_cut_says_why_it_cannot_go_on():
+    script = writes('<tool_call>\n{"name": "now", "arguments": {"a": "b"}}\n</tool_call>')
+    async with serving(script, text=front_end(template=TEMPLATE), window=2000) as served:
+        fields = {"tools": RESPONSES_TOOLS, "max_output_tokens": 0}
+        ids = (
+            tokenizer()
+            .encode('<tool_call>\n{"name": "now", "arguments": {"a":', add_special_tokens=False)
+            .ids
+        )
+        status, cut = await served.post(
+            "/v1/responses", {**fields, "input": "Hello", "max_output_tokens": len(ids)}
+        )
+        assert (status, cut["status"], cut["output"][-1]["type"]) == (200, "incomplete", "function_call")
+        output = {"type": "function_call_output", "call_id": cut["output"][-1]["call_id"], "output": "x"}
+        for more, param in (
+            ({"previous_response_id": cut["id"], "input": [output]}, "previous_response_id"),
+            ({"input": [{"role": "user", "content": "Hello"}, *cut["output"], output]}, "input[1]"),
+        ):
+            status, body = await served.post("/v1/responses", {**fields, **more, "max_output_tokens": 5})
+            assert (status, body["error"]["param"]) == (400, param)
+            assert body["error"]["message"].startswith(
+                f"{param}: the text of a call's arguments is not valid JSON: "
+            )

@@ -181,6 +181,8 @@ async def test_errors_are_the_clients_own_exceptions(client: AsyncAnthropic, ser
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].type: 'bash_20250124'"),
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools: "),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice: needs tools"),
         ({"system": [image]}, r"system\[0\].type: 'image'"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=says) as bad:

@@ -186,6 +186,10 @@ async def test_errors_are_the_clients_own_exceptions(client: AsyncOpenAI, served
             {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "none"}]},
             "input[1].id",
         ),
+        (
+            {"input": [{"role": "user", "content": text, "id": "msg_1", "type": "message"} for text in "ab"]},
+            "input[1].id",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"input": "word " * 500}, "input"),
