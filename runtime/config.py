@@ -64,12 +64,19 @@ class GpuConfig(Section):
     )
 
 
+MAX_PROFILE_S = 600  # 6 GB of a busy engine
+
+
 class ProfileConfig(Section):
     """Profiles of the engine's process: `POST /admin/profile/start` and `stop`, `LLM.start_profile`."""
 
     folder: str = Field("", description="folder that Chrome traces are written to; empty: no profiles")
     max_seconds: float = Field(
-        30.0, gt=0, le=600, allow_inf_nan=False, description="seconds after which a profile ends by itself"
+        30.0,
+        gt=0,
+        le=MAX_PROFILE_S,
+        allow_inf_nan=False,
+        description="seconds after which a profile ends by itself",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from ostinato.runtime.config import MAX_PROFILE_S
 from ostinato.runtime.http.chat_messages import ChatMessage
 from ostinato.runtime.http.prompt_schema import BY_KIND, IdList, Ids, Text
 from ostinato.runtime.http.sampling_schema import (
@@ -264,7 +265,7 @@ class AbortRequest(Wire):
 class StartProfileRequest(Wire):
     """POST /admin/profile/start. Where the trace goes is a setting, never a field."""
 
-    seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] | None = optional(
+    seconds: Annotated[float, Field(gt=0, le=MAX_PROFILE_S, allow_inf_nan=False)] | None = optional(
         "the profile ends by itself after so many; at most `profile.max_seconds`", "`profile.max_seconds`"
     )
 
