@@ -117,7 +117,10 @@ def _merge(last: dict[str, object], more: dict[str, object]) -> None:
     for name in ("content", "reasoning_content"):
         if parts := [str(one[name]) for one in (last, more) if one.get(name)]:
             last[name] = "\n".join(parts)
-    calls = [call for one in (last, more) for call in one.get("tool_calls") or ()]  # type: ignore[attr-defined]
+    calls: list[object] = []
+    for one in (last, more):
+        if isinstance(made := one.get("tool_calls"), list):
+            calls += made
     if calls:
         last["tool_calls"] = calls
 

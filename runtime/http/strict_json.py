@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from typing import Any
 
 from ostinato.errors import InvalidRequest
@@ -99,8 +100,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         raise _Refused(f"an object has {len(pairs)} keys; at most {MAX_KEYS} are read")
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise _Refused(f"the key {twice[:80]!r} comes twice")
     return result
 
