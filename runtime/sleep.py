@@ -24,6 +24,24 @@ from ostinato.runtime.sleeping_weights import Weights
 log = logging.getLogger(__name__)
 
 
+def check_deeper(level: int, asleep: int) -> None:
+    """Raise SleepRefused for less than the level `asleep` of an engine."""
+    if level < asleep:
+        raise SleepRefused(
+            f"the engine sleeps at level {asleep} already and has no copy of its weights; wake it first to "
+            f"let it sleep at level {level}"
+        )
+
+
+def wake_weights(weights: Weights) -> None:
+    """Have them again. Raises WakeFailed: they sleep on."""
+    try:
+        weights.wake()
+    except Exception as error:  # a border: whatever it is, the engine goes on sleeping and can be asked again
+        reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        raise WakeFailed(f"weights: {reason}; the engine sleeps on") from error
+
+
 class Sleeper:
     """What of an engine can sleep. Called between steps; `sleep` with no step in flight."""
 
@@ -38,11 +56,7 @@ class Sleeper:
 
     def check(self, level: int) -> None:
         """Raise SleepRefused if `sleep(level)` will be, whatever the requests do."""
-        if level < self.level:
-            raise SleepRefused(
-                f"the engine sleeps at level {self.level} already and has no copy of its weights; wake it "
-                f"first to let it sleep at level {level}"
-            )
+        check_deeper(level, self.level)
         if self._pool.registered_by:
             raise SleepRefused(
                 f"{', '.join(self._pool.registered_by)} has registered KV memory, which must not go away; "
@@ -77,10 +91,9 @@ class Sleeper:
         except VmmError as error:
             raise WakeFailed(f"no KV memory: {error}; the engine sleeps on, try again") from error
         try:
-            self._weights.wake()
-        except Exception as error:
+            wake_weights(self._weights)
+        except WakeFailed:
             self._sizer.sleep()
-            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            raise WakeFailed(f"weights: {reason}; the engine sleeps on") from error
+            raise
         self.level = 0
         log.info("awake")

@@ -25,7 +25,6 @@ from ostinato.errors import (
     Overloaded,
     RequestError,
     SleepRefused,
-    WakeFailed,
 )
 from ostinato.graph.facts import ModelFacts, PoolingFacts
 from ostinato.ops.step_inputs import PoolInputs
@@ -58,6 +57,7 @@ from ostinato.runtime.pooling.pool_inputs import moved, pool_inputs
 from ostinato.runtime.pooling.pool_queue import PoolQueue, Waiting
 from ostinato.runtime.profiler import Profiler
 from ostinato.runtime.request_check import check_request, name_in_use, refusal_of
+from ostinato.runtime.sleep import check_deeper, wake_weights
 from ostinato.runtime.sleeping_weights import Weights
 
 log = logging.getLogger(__name__)
@@ -278,8 +278,7 @@ class PoolEngine:
         return [*news, CallDone(call_id=call.call_id, state=state, **told)]
 
     def _sleep(self, level: int) -> None:
-        if level < self._asleep:
-            raise SleepRefused(f"the engine sleeps at level {self._asleep} already; wake it first")
+        check_deeper(level, self._asleep)
         if level > self._asleep:
             try:
                 self._model.weights.sleep(level)
@@ -288,13 +287,9 @@ class PoolEngine:
         self._asleep = level
 
     def _wake(self) -> None:
-        if not self._asleep:
-            return
-        try:
-            self._model.weights.wake()
-        except EngineError as error:
-            raise WakeFailed(f"weights: {error}; the engine sleeps on") from error
-        self._asleep = 0
+        if self._asleep:
+            wake_weights(self._model.weights)
+            self._asleep = 0
 
 
 def finished(row: Tensor, request: PoolRequest, pooling: PoolingFacts) -> Tensor:

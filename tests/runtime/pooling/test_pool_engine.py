@@ -29,6 +29,7 @@ from ostinato.runtime.messages import (
 from ostinato.runtime.pooling.pool_answers import PoolAnswers
 from ostinato.runtime.pooling.pool_engine import PoolEngine
 from ostinato.runtime.pooling.pool_text import floats
+from ostinato.runtime.sleeping_weights import FixedWeights
 from tests.support.toy_pool_model import EMBEDS, SCORES, SIZE, ToyPoolModel, numbers
 
 
@@ -183,6 +184,23 @@ async def test_a_name_that_two_inputs_of_a_call_have_is_refused():
     with pytest.raises(InvalidRequest, match="request_id 'b' is in use"), answers.waiting(["a", "b", "b"]):
         pass
     assert len(answers) == 0
+
+
+class LostWeights(FixedWeights):
+    def wake(self) -> None:
+        raise OSError("the disk is gone")
+
+
+def test_weights_that_do_not_come_back_leave_it_asleep_and_alive():
+    made = engine(ToyPoolModel(weights=LostWeights()))
+    made.inbox.put(*(Sleep(call_id=at, level=at) for at in (2, 1)), Wake(call_id=3), ask("a", 5))
+    lighter, lost = [one for one in made.step() if isinstance(one, CallDone)][1:]
+    assert (lighter.kind, "sleeps at level 2 already" in lighter.error) == ("SleepRefused", True)
+    assert (lost.kind, lost.error) == (
+        "WakeFailed",
+        "weights: OSError: the disk is gone; the engine sleeps on",
+    )
+    assert (made.stats().asleep, made.stats().waiting) == (2, 1)
 
 
 def test_a_window_over_the_models_is_a_wrong_setting():
