@@ -32,8 +32,9 @@ from ostinato.graph.pool_hooks import PoolHooks
 from ostinato.graph.pooling import pooling_plan
 from ostinato.graph.source import ModelSource, load_config, open_source, resolve_dtype
 from ostinato.graph.weights import weight_exprs
-from ostinato.ops.weight_expr import Expr, evaluate
+from ostinato.ops.weight_expr import CONSTANT, Expr, evaluate
 from ostinato.passes import pipeline
+from ostinato.passes.aliases import Aliases, written
 from ostinato.passes.base import PassReport
 from ostinato.runtime.artifact import (
     MANIFEST,
@@ -150,6 +151,21 @@ def code_files() -> list[Path]:
     return sorted([*runtime, *inside])
 
 
+def refuse_other_state(captured: CapturedGraph) -> None:
+    """Raise ModelError if a step writes anything but KV planes: weights are shared, and may be read-only."""
+    graph = captured.graph_module.graph
+    aliases = Aliases(graph)
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["role"] != "kv" and aliases.is_written(node):
+            name = node.meta["weight"][1].removeprefix(CONSTANT) if "weight" in node.meta else node.name
+            writers = (w for w in aliases.writers if any(node in aliases.owners(to) for to in written(w)))
+            raise ModelError(
+                f"{captured.facts.architecture}: its definition changes {name} in every step (by "
+                f"{next(writers).target}); only keys and values are carried from step to step, so it cannot "
+                "be served"
+            )
+
+
 class _Compile:
     """One compile into `folder`: each method is a stage."""
 
@@ -236,6 +252,7 @@ class _Compile:
             captured = capture_pooling(built, self._hooks, facts, self._pooling)
         else:
             captured = capture(built, self._hooks, facts, block_tokens=self._config.kv.block_tokens)
+        refuse_other_state(captured)
         expected = expected_matches(built.model, captured.graph_module.graph)
         return captured._replace(facts=captured.facts.model_copy(update={"expected_matches": expected}))
 
