@@ -121,6 +121,7 @@ def _moved(inputs: StepInputs, device: torch.device) -> StepInputs:
 
 
 def kept(weights: Callable[[fx.Node], Tensor], device: torch.device) -> Callable[[fx.Node], Tensor]:
+    """`weights` on the device; each is evaluated and moved once."""
     there: dict[fx.Node, Tensor] = {}
 
     def weight(node: fx.Node) -> Tensor:
