@@ -227,6 +227,26 @@ def test_log_probabilities_are_those_of_the_dense_model_for_prompt_and_answer(ma
     assert {len(event.logprobs[0].top) for event in events} == {2}
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prompt_log_probabilities_are_whole_and_the_same_when_the_prompt_is_cached(length):
+    """Case B61: three choices of one token each, twice, behind a request that filled the cache."""
+    prompt = prompt_of(length, length)
+    truth = TOY.dense_logits(prompt).log_softmax(-1)
+    wanted = [truth[at, token].item() for at, token in enumerate(prompt[1:])]
+    with toy_engine() as engine:
+        generate(engine, greedy("warm", prompt))
+        for turn in range(2):
+            names = [f"{turn}-{choice}" for choice in range(3)]
+            engine.inbox.put(*(greedy(name, prompt, 1, prompt_logprobs=0) for name in names))
+            news = finish(engine)
+            for name in names:
+                (event,) = events_of(news, name)
+                assert event.prompt_logprobs[0] is None
+                got = [record.logprob for record in event.prompt_logprobs[1:]]
+                assert got == pytest.approx(wanted, abs=1e-4)
+                assert list(event.token_ids) == TOY.greedy(prompt, 1)
+
+
 def test_prompt_log_probabilities_are_whole_after_a_preemption():
     prompt = prompt_of(40)
     with toy_engine(blocks=8) as engine:

@@ -154,6 +154,16 @@ async def test_bos_is_added_to_a_chat_where_it_is_asked_for():
             assert ours == told["tokens"] == [0] * bool(special) + ids("Hello")
 
 
+async def test_a_model_without_a_template_completes_text_and_refuses_chats():
+    """Case B45: never a made-up template."""
+    async with serving(pieces("a"), text=front_end(template=None)) as served:
+        for path, fields in CHATS.items():
+            status, body = await served.post(path, fields)
+            assert status == 400
+            assert "no chat template" in body["error"]["message"]
+        assert (await served.post(TEXT, ASK[TEXT]))[0] == 200
+
+
 async def test_text_that_spells_a_special_token_becomes_it():
     """The documented rule; `BOS` and `EOS` are the toy's."""
     said = f"a{EOS}b{BOS}"
