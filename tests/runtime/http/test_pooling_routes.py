@@ -270,7 +270,8 @@ async def test_a_request_that_takes_too_long_is_ended_and_an_operator_may_end_on
         ending = asyncio.create_task(
             served.post("/admin/abort", {"request_ids": ["mine"]}, Authorization="Bearer root")
         )
-        await asyncio.sleep(0.05)
+        while not served.state.engine._calls:  # the abort is in the engine's inbox
+            await asyncio.sleep(0.005)
         model.gate.set()
         assert (await ending)[1] == {"aborted": ["embd-mine"], "unknown": []}
         status, aborted = await second
