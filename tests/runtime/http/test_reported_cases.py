@@ -223,6 +223,13 @@ async def test_broken_arguments_are_that_request_s_400():
     async with serving(pieces("a"), text=front_end(template=GEMMA)) as served:
         for arguments in broken:
             assert await rendered(served, arguments) == (400, where)
+            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+            status, body = await served.post(CHAT, {"messages": [*HELLO, answer]})
+            assert (status, body["error"]["param"]) == (400, where)
+            item = {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}
+            status, body = await served.post("/v1/responses", {"input": [*HELLO, item]})
+            assert (status, body["error"]["param"]) == (400, "input[1]")
 
 
 # Stop strings in a stream
