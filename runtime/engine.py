@@ -32,6 +32,7 @@ from ostinato.runtime.messages import (
     EngineStats,
     GenerateRequest,
     Order,
+    OwnFault,
     PoolRequest,
     TokenEvent,
     TokenLogprob,
@@ -355,6 +356,7 @@ class Engine:
             stop_token_id=outcome.stop_token_id,
             cached_tokens=outcome.cached_tokens if is_first else 0,
             error=outcome.error,
+            refused=isinstance(outcome.error, OwnFault),
             queued_s=self._queue_times.take(name) if is_first else 0.0,
         )
         if outcome.finish_reason is not None:

@@ -137,6 +137,12 @@ class TokenLogprob(Section):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class OwnFault(str):
+    """Why an answer ended with an error, where the request asked for what cannot be: the engine is well."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class TokenEvent:
     """News about one request. `finish_reason` is set on the last event and only there.
@@ -155,6 +161,7 @@ class TokenEvent:
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; on the first event
     error: str | None = None
     queued_s: float = 0.0  # from the engine's inbox to the first step with it; on the first event
+    refused: bool = False  # `error` is an `OwnFault`
 
 
 class Refused(Section):

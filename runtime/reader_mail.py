@@ -62,4 +62,5 @@ def joined(events: Sequence[TokenEvent]) -> TokenEvent:
         first.cached_tokens,
         last.error,
         first.queued_s,
+        last.refused,
     )

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.runtime.messages import SamplingParams
+from ostinato.runtime.messages import OwnFault, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Mask = NDArray[np.int32]
 _WORDS = 4  # a mask's length is a multiple: 16 bytes, as kernels load them
-DEAD_END = "the grammar allows no token of this model here; change it"
+DEAD_END = OwnFault("the grammar allows no token of this model here; change it")
 
 
 def mask_words(vocab_size: int) -> int:
@@ -64,7 +64,7 @@ class GrammarState:
         self.matcher = matcher
         self.mask: Mask = np.zeros(mask_words(vocab_size), np.int32)
         self.ended = False
-        self.error: str | None = None
+        self.error: OwnFault | None = None
         self._full: Mask = np.zeros(full_words, np.int32)
         self._num_words = min(full_words, -(-vocab_size // 32))
         self._vocab_size = vocab_size
@@ -102,7 +102,7 @@ class GrammarState:
             self.ended = True  # by the scheduler's rules it ends the answer
             return False
         if not self.matcher.consume_token(token):
-            self.error = f"the answer left its grammar at token {token}: {self._why()}"
+            self.error = OwnFault(f"the answer left its grammar at token {token}: {self._why()}")
             return False
         self._taken += 1
         return True
@@ -123,7 +123,7 @@ class GrammarState:
     def settle(self) -> None:
         """Make `mask` of the full one: EOS by our rules; see whether the answer is complete or lost."""
         if self.matcher.is_error():
-            self.error = f"the grammar is too complex to go on: {self._why()}"
+            self.error = OwnFault(f"the grammar is too complex to go on: {self._why()}")
             return
         mask, count = self.mask, self._num_words
         mask[:count] = self._full[:count]
@@ -141,7 +141,10 @@ class GrammarState:
             _set(bits, self._unless)
 
     def _why(self) -> str:
-        return " ".join(self.matcher.get_error().split())[:200] or "no reason is given"
+        return (
+            " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())[:200]
+            or "no reason is given"
+        )
 
 
 def _set(bits: NDArray[np.uint32], tokens: Sequence[int]) -> None:

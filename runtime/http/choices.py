@@ -9,8 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
 
-from ostinato.errors import EngineError, RequestAborted, RequestError
+from ostinato.errors import EngineError, InvalidRequest, RequestAborted, RequestError
 from ostinato.runtime.choice_output import ChoiceOutput, Delta
+from ostinato.runtime.grammar.grammar_spec import grammar_param, has_grammar
 from ostinato.runtime.http.api_errors import GenerationTimeout
 from ostinato.runtime.http.request_record import CURRENT
 from ostinato.runtime.http.server_state import ServerState
@@ -140,6 +141,8 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
                     if outcome == "abort":
                         late.complain()
                         raise RequestAborted(event.error or "the request was aborted by the server")
+                    if event.refused:
+                        raise _refusal(request.sampling, event.error or "")
                     raise EngineError(event.error or "the engine failed on this request")
                 outcome = delta.finish_reason or outcome
                 yield choice, delta
@@ -158,6 +161,14 @@ async def _run(state: ServerState, choice: Choice) -> AsyncGenerator[tuple[Choic
         late.cancel()
         state.live.pop(request.request_id, None)
         clock.end(outcome)
+
+
+def _refusal(sampling: SamplingParams, why: str) -> InvalidRequest:
+    """What a client asked for cannot be, as turned out while it was made."""
+    if not has_grammar(sampling):
+        return InvalidRequest(why)
+    param = grammar_param(sampling)
+    return InvalidRequest(f"{param}: {why}", param=param)
 
 
 class _AbortLater:

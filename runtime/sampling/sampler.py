@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.runtime.grammar.grammar_state import barred_tokens
-from ostinato.runtime.messages import SamplingParams, TokenLogprob
+from ostinato.runtime.messages import OwnFault, SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.logprobs import token_logprobs
 from ostinato.runtime.sampling.penalties import LogitAdjuster
 from ostinato.runtime.sampling.sampling_check import validate_sampling
@@ -33,7 +33,7 @@ GREEDY_BELOW = 1e-5
 BLOCK = 256  # tokens; the cumulative sum runs over V / BLOCK block sums, then inside one block
 CHUNK_ROWS = 64  # bounds the float32 copies to a few times 64 * vocabulary * 4 bytes
 NUCLEUS_TRIES = (64, 1024)  # most nuclei are small: look at so many best tokens before sorting more
-NONE_ALLOWED = (
+NONE_ALLOWED = OwnFault(
     "logit_bias, min_tokens, allowed_token_ids, bad_words and the grammar together forbid every token; "
     "allow at least one"
 )

@@ -28,9 +28,9 @@ def test_joined_events_say_what_they_said_apart() -> None:
         stop_token_id=2,
         cached_tokens=16,
     )
-    failed = TokenEvent("r", finish_reason="error", error="NaN")
+    failed = TokenEvent("r", finish_reason="error", error="NaN", refused=True)
     assert joined([EVENTS[1], failed]) == TokenEvent(
-        "r", (1,), (SCORED[1],), finish_reason="error", error="NaN"
+        "r", (1,), (SCORED[1],), finish_reason="error", error="NaN", refused=True
     )
     assert joined(EVENTS[:1]) is EVENTS[0]
 

@@ -23,7 +23,9 @@ from tests.support.engine_runs import toy_config
 from tests.support.grammar_runs import toy_folder
 from tests.support.serving import serving_engine
 from tests.support.toy_model import ToyModel
+from tests.support.toy_text import tokenizer
 
+EOS_ID = 1
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
 STRICT = {**SCHEMA, "additionalProperties": False}
@@ -184,6 +186,26 @@ async def test_wrong_grammars_are_400_beside_answers_that_go_on_streamed_or_not(
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
         async with aiohttp.ClientSession() as http, http.get(url + "/health") as response:
             assert response.status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_go_on_is_the_fault_of_its_request(tmp_path: Path, stream: bool):
+    letter = tokenizer().token_to_id("a")
+    async with toy_server(tmp_path) as url:
+        for fields, param in (
+            ({"guided_regex": "[0-9]+", "allowed_token_ids": [letter]}, "guided_regex"),
+            ({"allowed_token_ids": [EOS_ID], "min_tokens": 2}, None),
+        ):
+            status, body = await post(url, COMPLETE, {"prompt": "x", "stream": stream, **fields})
+            told = body["error"]
+            assert (status, told["code"], told["param"]) == (400, "invalid_value", param)
+            assert told["message"].startswith(f"{param}: " if param else "logit_bias, min_tokens")
+        fields = {"guided_regex": "a[0-9]", "allowed_token_ids": [letter], "seed": 1}
+        status, body = await post(url, COMPLETE, {"prompt": "x", "stream": stream, **fields})
+        if stream:  # it has begun
+            assert status == 200
+            body = json.loads(body.split("\n\n")[-2].removeprefix("data: "))
+        assert (body["error"]["param"], body["error"]["type"]) == ("guided_regex", "invalid_request_error")
 
 
 def wanting(schema: object, **more: object) -> dict[str, Any]:
