@@ -115,8 +115,8 @@ def candidates(layer: Layer, num_tokens: int, tuned: Choices | None) -> list[Way
 
 def tiles(layer: Layer, num_tokens: int) -> list[Way]:
     """Tiles that a launch can have, the default first."""
-    blocks = wgmma_linear.multiprocessors(torch.cuda.current_device())
-    wanted = [wgmma_linear.default_tile(num_tokens, layer.num_out, layer.is_gated, blocks)]
+    places = wgmma_linear.multiprocessors(torch.cuda.current_device())
+    wanted = [wgmma_linear.default_tile(num_tokens, layer.num_out, layer.is_gated, places)]
     for tile in wgmma_linear.CANDIDATES[min(-(-num_tokens // 64), 4)]:
         with suppress(ValueError):
             wgmma_linear.check_tile("", tile, layer.is_gated)

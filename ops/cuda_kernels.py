@@ -1,7 +1,7 @@
 """Kernels written in CUDA C++: a source beside its op, compiled by NVRTC, kept and launched as Triton's are.
 
 A variant is a source with constants. It is compiled where a compile runs; the artifact holds its cubin, and a
-server needs neither NVRTC nor the source.
+server needs the source for its hash, and no NVRTC.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def launch(
     round_first: bool = False,
     activation: str = "silu",
     *,
-    config: Config | Tile | None = None,
+    config: Way = None,
     choices: tuning.Choices | None = None,
 ) -> Tensor:
     """The op on a GPU; `config` overrides the choice of a way, `choices` the GPU's table."""

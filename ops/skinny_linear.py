@@ -258,7 +258,7 @@ def launch(
     round_first: bool = False,
     residual: Tensor | None = None,
     *,
-    config: Config | Tile | None = None,
+    config: Way = None,
     choices: tuning.Choices | None = None,
 ) -> Tensor:
     """The op on a GPU; `config` overrides the choice of a way, `choices` the GPU's table."""

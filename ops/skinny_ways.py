@@ -48,6 +48,6 @@ def chosen_way(
     if measured is not None and measured.tile is not None and takes_tiles:
         return Tile(**measured.tile)
     if takes_tiles and num_tokens > FEW:
-        blocks = wgmma_linear.multiprocessors(x_TK.get_device())
-        return wgmma_linear.default_tile(num_tokens, num_outputs, activation != "", blocks)
+        places = wgmma_linear.multiprocessors(x_TK.get_device())
+        return wgmma_linear.default_tile(num_tokens, num_outputs, activation != "", places)
     return default(num_tokens, num_outputs, width, x_TK.dtype) if num_tokens <= MAX_TOKENS else None

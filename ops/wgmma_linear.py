@@ -36,11 +36,11 @@ class Tile(NamedTuple):
     groups: int = 1  # warpgroups of a block, with 64 tokens each: 1 to 4
     split: int = 1  # blocks that share the columns: 1, 2, 4 or 8
     share: int = 1  # blocks that share the weights, with other tokens each: 1 or 2
-    blocks: int = 1  # on a multiprocessor: 1 to 6; several have one tile each, and follow on one another
 
 
 # What the tuner tries, by warpgroups that the tokens fill. On an H200 one block owns a multiprocessor, and
-# 128 of 132 have one: 6144, 4096 and 28672 rows are 128 times 48, 32 and 224. Two blocks on one were slower.
+# 128 of 132 have one: 6144, 4096 and 28672 rows are 128 times 48, 32 and 224. Several small blocks on one
+# were slower (docs/log.md).
 CANDIDATES = {
     1: (Tile(96, 1, 2), Tile(64, 1, 2), Tile(48), Tile(32), Tile(112), Tile(224), Tile(128)),
     2: (Tile(96, 2, 2), Tile(64, 2, 2), Tile(48, 2), Tile(112, 2), Tile(224, 2), Tile(128, 2)),
@@ -115,7 +115,6 @@ def check_tile(op: str, tile: Tile, is_gated: bool) -> None:
         "groups": not 1 <= tile.groups <= 4,
         "split": tile.split not in (1, 2, 4, 8) or outputs % (8 * tile.split) != 0,
         "share": tile.share not in (1, 2),
-        "blocks": not 1 <= tile.blocks <= 6,
         # registers: a thread holds rows / 2 sums, and three groups leave it 128, four 96
         "rows and groups": tile.rows > {3: 192, 4: 128}.get(tile.groups, 256),
     }
@@ -125,20 +124,20 @@ def check_tile(op: str, tile: Tile, is_gated: bool) -> None:
         )
 
 
-def default_tile(num_tokens: int, num_outputs: int, is_gated: bool, blocks: int) -> Tile:
+def default_tile(num_tokens: int, num_outputs: int, is_gated: bool, places: int) -> Tile:
     """Chosen by reasoning, where nothing was measured: every multiprocessor has weights on their way.
 
-    `blocks`: multiprocessors. Two blocks share the columns where that lets each have more rows, since every
-    block loads all its tokens.
+    `places`: multiprocessors, each for one block. Two blocks share the columns where that lets each have more
+    rows, since every block loads all its tokens.
     """
     groups = min(-(-num_tokens // 64), 4)
     most = {3: 192, 4: 128}.get(groups, 224)
     num_rows = 2 * num_outputs if is_gated else num_outputs
     unit = 16 if is_gated else 8
-    each = -(-num_rows // (blocks * unit)) * unit  # rows of a block, if all had the same
+    each = -(-num_rows // (places * unit)) * unit  # rows of a block, if all had the same
     if each > 80 or is_gated:
         return Tile(min(each, most if each <= 2 * most else 128), groups)
-    both = min(-(-2 * num_rows // (blocks * 16)) * 16, most)
+    both = min(-(-2 * num_rows // (places * 16)) * 16, most)
     return Tile(max(both, 16), groups, split=2)
 
 
@@ -182,16 +181,18 @@ def launch(
     share = tile.share if token_tiles > 1 else 1
     stage_bytes = (token_rows + tile.rows) * 128
     spare = max(0, 64 * 128 - stage_bytes)  # fewer tokens than a multiplication reads: it runs on behind
-    # What other kernels of the step leave to shared memory; a block takes 1 KiB more than it asks for.
-    room = (MAX_SHARED + 1024) * STORE.carveout // 100 // tile.blocks - 2048
+    room = MAX_SHARED * STORE.carveout // 100 - 1024  # what other kernels of the step leave to shared memory
     stages = min((room - spare) // (stage_bytes + 16), _MAX_STAGES)
+    if stages < 2:  # a stage is free again once the next one is there
+        raise ValueError(
+            f"wgmma_linear: {tile} leaves room for {stages} stages of 2 that it needs; take fewer rows"
+        )
     if tile.split > 1:  # the ring takes the sums of all threads at the end
         spare = max(spare, groups * 64 * tile.rows * 4 - stages * stage_bytes)
     outputs = tile.rows // 2 if is_gated else tile.rows
     tiles, cluster = -(-num_out // outputs), tile.split * share
     items = -(-token_tiles // share) * tiles
-    has_one_tile = tile.split > 1 or tile.blocks > 1
-    clusters = items if has_one_tile else min(items, multiprocessors(x_TK.get_device()) // cluster)
+    clusters = items if tile.split > 1 else min(items, multiprocessors(x_TK.get_device()) // cluster)
     constants = {
         "WGS": groups,
         "ROWS": token_rows,
@@ -229,4 +230,5 @@ def launch(
 
 @cache
 def multiprocessors(device: int) -> int:
+    """Of a GPU, 132 on an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count
