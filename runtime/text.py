@@ -37,6 +37,7 @@ _THREADS = 2  # the Rust tokenizer works without the GIL; more threads would onl
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "conversations"}
     | {"continue_final_message", "return_assistant_tokens_mask"}
+    | {"self", "template"}  # arguments of the functions that a template's variables go through
 )
 
 

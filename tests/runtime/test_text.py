@@ -124,9 +124,10 @@ def test_template_sees_what_transformers_gives_it():
     assert rendered == '{"role": "user", "content": "<é>"}' + EOS + "glad"
 
 
-def test_reserved_template_argument_is_refused():
-    with pytest.raises(InvalidRequest, match="messages is set by the server") as caught:
-        front_end().render_chat(HELLO, template_kwargs={"messages": []})
+@pytest.mark.parametrize("name", ["messages", "conversations", "chat_template", "template", "self"])
+def test_reserved_template_argument_is_refused(name: str):
+    with pytest.raises(InvalidRequest, match=f"{name} is set by the server") as caught:
+        front_end().render_chat(HELLO, template_kwargs={name: []})
     assert caught.value.param == "chat_template_kwargs"
 
 
