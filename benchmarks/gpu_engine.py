@@ -62,10 +62,19 @@ VLLM = {  # ms per step at context 512, and tok/s; vLLM 0.26 on a machine of thi
     "capture_mib_8b": 0.99 * 1024,
 }
 FIRST_TOKEN = """
+import sys, time
+def tell(what):
+    print(f"{{time.time() - {began}:6.2f}} s: {{what}}", file=sys.stderr, flush=True)
+tell("python")
+import torch
+tell("torch")
 from ostinato import LLM, SamplingParams
-with LLM({path!r}, log_level="ERROR", max_model_len=8192) as llm:
+tell("ostinato")
+with LLM({path!r}, log_level={level!r}, max_model_len=8192) as llm:
+    tell("ready")
     out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
     print("token", out[0].outputs[0].token_ids[0], flush=True)
+    tell("first token")
 """
 
 
@@ -112,10 +121,14 @@ class Driver:
 def start_rows(folder: Path, short: str) -> list[Row]:
     """Processes that end with their first token; the first of them only fills the page cache."""
     samples = []
-    for _ in range(4):
-        command = [sys.executable, "-c", FIRST_TOKEN.format(path=str(folder))]
+    for turn in range(4):
+        level = "INFO" if turn == 3 else "ERROR"  # the last one's log says where the time goes
+        script = FIRST_TOKEN.format(path=str(folder), level=level, began=time.time())
+        error = None if turn == 3 else subprocess.DEVNULL
         began = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=error, text=True
+        ) as process:
             assert process.stdout is not None
             if not process.stdout.readline().startswith("token"):
                 raise SystemExit("the process that should give one token failed")
