@@ -172,6 +172,7 @@ class Responses:
         """End a background response; its body, or None for one that is not of the background."""
         if (background := self._of(response_id, owner)) is not None:
             await _end(background)
+            return dump(background.run.answer.body())  # the store may have had no room for it
         stored = self.stored(response_id, owner)
         return stored.body if stored.background else None
 

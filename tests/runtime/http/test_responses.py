@@ -172,6 +172,16 @@ async def test_a_background_response_is_polled_streamed_again_and_cancelled(
     assert not served.engine.running
 
 
+async def test_a_cancelled_response_is_told_though_the_store_has_no_room_for_it():
+    async with serving(answer(), window=400, store_mib=0.001) as served:
+        served.engine.gate = asyncio.Event()
+        status, held = await served.post("/v1/responses", {"input": "Hello " * 100, "background": True})
+        assert (status, held["status"]) == (200, "in_progress")
+        status, stopped = await served.post(f"/v1/responses/{held['id']}/cancel", {})
+        assert (status, stopped["status"]) == (200, "cancelled")
+        assert not served.engine.running
+
+
 async def test_errors_are_the_clients_own_exceptions(client: AsyncOpenAI, served: Served):
     create = client.responses.create
     for wrong, param in (
