@@ -150,8 +150,8 @@ class SamplingRequest(GrammarRequest):
         "of several tokens costs its request about ten small kernels per step"
     )
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = optional(
-        "-2^63 to 2^63 - 1; equal seeds draw equal numbers whatever else is running. Where a batch of another "
-        "size rounds logits otherwise, a token of about 1e-6 may become its neighbour",
+        "-2^63 to 2^63 - 1; equal seeds draw equal numbers whatever else is running. Where a batch of "
+        "another size rounds logits otherwise, a token of about 1e-6 may become its neighbour",
         "drawn",
     )
     stop: Stop | None = optional(
