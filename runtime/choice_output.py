@@ -125,7 +125,7 @@ class ChoiceOutput:
             events = self._parser.push(last) + self._parser.finish()
         else:
             events = [Content(last)] if last else []
-        if self._tell(events, told):
+        if self._tell(events, told) and not _is_cut(told):
             return self._end(told, "stop", cut=self._stopped)
         if self._scanner is not None and (held := self._scanner.finish()):
             told.append(Content(held))
@@ -199,6 +199,11 @@ class ChoiceOutput:
         delta = self._made(told, reason)
         rest = tuple(token for token, _ in self._waiting if not cut or token.offset < self._shown)
         return delta._replace(tokens=delta.tokens + rest)
+
+
+def _is_cut(told: list[Event]) -> bool:
+    """Whether the last is the end of a call that came because the answer ended."""
+    return bool(told) and isinstance(told[-1], CallEnd) and not told[-1].whole
 
 
 def _delta(events: list[Event], *, parsed: bool) -> Delta:

@@ -76,7 +76,7 @@ class _Gemma:
     def object(self, schema: Mapping[str, Any]) -> str:
         properties = schema.get("properties") or {}
         if not properties:
-            return self._any_object()
+            return quoted("{}") if schema.get("additionalProperties") is False else self._any_object()
         pairs = [(sequence(quoted(f"{key}:"), self._value(inner)), key) for key, inner in properties.items()]
         inside, lines = listed(pairs, set(schema.get("required", ())), self._fresh(), quoted(","))
         self.lines += lines

@@ -45,6 +45,8 @@ def tagged_arguments(
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     behind_text = text(tags.end.partition(_ENDS_TEXT)[2])
     properties = schema.get("properties") or {}
+    if not properties and schema.get("additionalProperties") is False:
+        return "", []
     if not properties:
         pair = sequence(quoted(tags.begin), '/[^<>"\\n]+/', quoted(tags.middle), plain, behind_text)
         return f"({pair})*", lines

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.grammar.call_arguments import gemma4_arguments, pythonic_arguments
 from ostinato.runtime.grammar.lark_text import TokenId, is_token, json_value, quoted, sequence, text
+from ostinato.runtime.grammar.schema_shape import check_names, check_shape
 from ostinato.runtime.grammar.tagged_arguments import TAGS, tagged_arguments
 
 
@@ -66,6 +67,8 @@ _PHI_TOKENS = CallShape(
     _NAMED, '", "arguments": ', "}", ", ", "<|tool_call|>[", "]<|/tool_call|>", trigger="<|tool_call|>"
 )
 FORMATS = tuple(_SHAPES)
+# whose arguments are not JSON; characters that end the name of a parameter there
+_OWN_NOTATION = {"gemma4": ':{},"<', "pythonic": "=,()", "qwen3_xml": '<>"\n', "minimax": '<>"\n'}
 
 
 def tool_call_grammar(
@@ -129,6 +132,9 @@ class _Rules:
         shape, name = self._shape, function["name"]
         schema = None if any_arguments else function.get("parameters")
         is_strict = bool(function.get("strict"))
+        if self._format in _OWN_NOTATION:
+            check_shape(schema or {}, name)
+            check_names(schema or {}, _OWN_NOTATION[self._format], name, deep=self._format == "gemma4")
         if self._format in ("gemma4", "pythonic"):
             make = gemma4_arguments if self._format == "gemma4" else pythonic_arguments
             arguments, lines = make(schema or {}, f"args_{at}", self._token_id, is_strict=is_strict)

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from ostinato.runtime.choice_output import ChoiceOutput, Delta
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.messages import FinishReason, SamplingParams, TokenEvent, TokenLogprob
-from ostinato.runtime.output.events import CallStart, Event, join
+from ostinato.runtime.output.events import CallEnd, CallStart, Event, join
 from tests.support.parsed_text import calls, content, parser, thoughts
 from tests.support.toy_text import tokenizer
 
@@ -121,6 +121,13 @@ def test_an_answer_of_one_call_ends_behind_it():
     assert told(events) == ("", "", [("f", '{"city":"Köln 😀"}')])
     assert (deltas[-1].finish_reason, output.finished) == ("stop", True)
     assert output.num_tokens < len(ids(f"</think>{CALL}{CALL}"))
+
+
+@pytest.mark.parametrize("sizes", [None, [10_000]])
+def test_a_call_that_is_cut_is_no_end_of_an_answer_of_one_call(sizes: list[int] | None):
+    cut = CALL[: CALL.index("Köln") + 2]
+    events, deltas, _ = run(f"</think>{cut}", one_call=True, reason="length", sizes=sizes)
+    assert (deltas[-1].finish_reason, events[-1]) == ("length", CallEnd(0, whole=False))
 
 
 @settings(max_examples=60, deadline=None)

@@ -267,3 +267,60 @@ def test_markers_that_are_no_tokens_are_written_out(tmp_path: Path):
     for choice in ("required", "auto"):
         grammar = tool_call_grammar(TOOLS, choice, "hermes", token_id=plain.token_to_id)
         assert taken(compiler, plain, grammar, GOOD["hermes"]) == "whole"
+
+
+ARGUMENTS_OF_THEIR_OWN = ("gemma4", "pythonic", "qwen3_xml", "minimax")
+NO_SCHEMAS: list[dict[str, Any]] = [
+    {"properties": ["a"]},
+    {"properties": None},
+    {"properties": {"a": 5}},
+    {"properties": {"a": {"type": 5}}},
+    {"properties": {"a": {"type": ["string", 5]}}},
+    {"properties": {"a": {"enum": 5}}},
+    {"properties": {"a": {"enum": []}}},
+    {"properties": {"a": {"anyOf": {}}}},
+    {"properties": {"a": {"anyOf": [5]}}},
+    {"properties": {"a": {"$ref": 5}}},
+    {"properties": {"a": {"items": 5}}},
+    {"properties": {"a": {"properties": {"b": {}}, "required": 3}}},
+    {"properties": {"a": {}}, "required": [["a"]]},
+    {"properties": {"a": {}}, "required": None},
+    {"properties": {"a": {}}, "$defs": 5},
+]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_THEIR_OWN)
+@pytest.mark.parametrize("schema", NO_SCHEMAS, ids=str)
+def test_parameters_that_are_no_schema_are_refused_by_the_name_of_their_tool(name: str, schema: Any):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(InvalidRequest, match="tools: the parameters of 'f' are no JSON schema: ") as caught:
+        tool_call_grammar([tool], "required", name, token_id=lambda text: None)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [("gemma4", "a:b"), ("gemma4", '"a'), ("pythonic", "a=b"), ("qwen3_xml", "a>b"), ("minimax", 'a"b')]
+    + [(name, wrong) for name in ARGUMENTS_OF_THEIR_OWN for wrong in ("", " a")],
+)
+def test_a_parameter_that_the_notation_cannot_name_is_refused(name: str, parameter: str):
+    for depth in range(2 if name == "gemma4" else 1):
+        schema: dict[str, Any] = {"properties": {parameter: {"type": "string"}}}
+        for _ in range(depth):
+            schema = {"properties": {"outer": {"type": "object", **schema}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        with pytest.raises(InvalidRequest, match="cannot be named in this model's notation"):
+            tool_call_grammar([tool], "required", name, token_id=lambda text: None)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_THEIR_OWN)
+def test_a_tool_that_forbids_all_arguments_gets_none(name: str):
+    parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "now.utc-1", "parameters": parameters}}
+    same = {"type": "function", "function": {"name": "now.utc-1", "parameters": {**parameters, "title": "x"}}}
+    free = {"type": "function", "function": {"name": "now.utc-1", "parameters": {"type": "object"}}}
+    made, again, other = (
+        tool_call_grammar([one], "required", name, token_id=lambda text: None) for one in (tool, same, free)
+    )
+    assert made == again
+    assert (made == other) == (name == "pythonic")  # which writes none in any case
