@@ -32,7 +32,7 @@ Ids = Annotated[IdList, Tag("#ids")]
 
 def _keeps_something(tokens: int) -> int:
     if tokens == 0:
-        raise PydanticCustomError("no_prompt", "must be -1, or 1 or more; got 0")
+        raise PydanticCustomError("no_prompt", "must be -1, or 1 or more")
     return tokens
 
 
