@@ -12,7 +12,7 @@ def pairs_of(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str
 
 
 def cosines(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> list[float]:
-    """Of the angles between vectors of length 1, which float32 keeps to seven digits, paired as by `pairs_of`."""
+    """Of the angles between vectors of length 1 (to seven digits: float32), paired as by `pairs_of`."""
     left = first if len(first) == len(second) else [*first] * len(second)
     dots = (math.fsum(a * b for a, b in zip(*pair, strict=True)) for pair in zip(left, second, strict=True))
     return [min(1.0, max(-1.0, dot)) for dot in dots]
