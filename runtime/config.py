@@ -153,6 +153,11 @@ class ServerConfig(Section):
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish on shutdown")
     stall_s: float = Field(30.0, gt=0, description="seconds without step progress before /health fails")
+    chat_template: str = Field(
+        "",
+        description="file with a Jinja chat template in place of the model's, such as one that shows tools: "
+        "a program, so trust it like one; empty: the model's own",
+    )
     allow_chat_template: bool = Field(
         False, description="requests may bring a chat template: a program, run apart with little memory"
     )

@@ -19,7 +19,7 @@ from jinja2 import TemplateSyntaxError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from ostinato.errors import ArtifactError, InvalidRequest
+from ostinato.errors import ArtifactError, ConfigError, InvalidRequest
 from ostinato.runtime.chat_template import Conversation, prepare, render_conversation
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.pooling.pool_check import check_length
@@ -256,6 +256,20 @@ class TextFrontEnd:
         if window is None:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return self.encode_within(window, text, param="messages", add_special_tokens=add_special_tokens)
+
+    def use_template(self, path: str) -> None:
+        """Take the chat template in the file `path`, the setting server.chat_template.
+
+        ConfigError when it cannot be read or is no valid Jinja.
+        """
+        try:
+            self.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
+            self.check_template()
+        except (OSError, UnicodeDecodeError, ArtifactError) as error:
+            said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise ConfigError(
+                f"server.chat_template={path}: {said}; give a file with a Jinja template"
+            ) from None
 
     def check_template(self) -> None:
         """Compile the chat template now: ArtifactError when it is no valid Jinja."""

@@ -35,12 +35,25 @@ def _reads(template: str, variable: str) -> bool:
     return re.search(rf"(?<![.\w]){variable}\b", _code(template)) is not None
 
 
+def shows_tools(template: str) -> bool:
+    """Whether a chat template does anything with tools."""
+    return _reads(template, "tools")
+
+
+def _check_shown(template: str) -> None:
+    if not shows_tools(template):
+        raise InvalidRequest(
+            "tools: this model's chat template does not show tools; leave them out, or start the server with "
+            "server.chat_template, a template that shows them",
+            param="tools",
+        )
+
+
 def template_tools(fields: ToolTemplateRequest, template: str) -> list[dict[str, Any]] | None:
     """The tools as the template gets them. InvalidRequest if it does not show them."""
     if not fields.tools:
         return None
-    if not _reads(template, "tools"):
-        raise InvalidRequest("tools: this model's chat template does not show tools", param="tools")
+    _check_shown(template)
     return [tool.model_dump(exclude_none=True) for tool in fields.tools]
 
 
@@ -65,9 +78,10 @@ def _may_call(fields: ToolRequest) -> bool:
     return bool(fields.tools) and fields.tool_choice != "none"
 
 
-def check_tools(state: ServerState, fields: ToolRequest) -> None:
-    """InvalidRequest for what cannot be done with this model's calls."""
+def check_tools(state: ServerState, fields: ToolRequest, template: str) -> None:
+    """InvalidRequest for what cannot be done with this model's calls. `template`: that of the request."""
     if _may_call(fields) and state.formats.tools is None:
+        _check_shown(template)  # said first: a parser alone would not help
         raise InvalidRequest(
             "tools: it is not known how this model writes tool calls; set server.tool_parser, or send "
             "tool_choice none",

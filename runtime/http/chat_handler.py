@@ -61,7 +61,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def chat_ready(state: ServerState, fields: ChatRequest) -> tuple[list[int], SamplingParams]:
     """Prompt and sampling of an answer, all checked. Every API whose requests become chats asks here."""
     check_template(state, fields)
-    check_tools(state, fields)
+    check_tools(state, fields, _template(state.text, fields))
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     sampling = sampling_params(state, fields, limit=fields.token_limit, logprobs=logprobs)
     window = state.engine.info.max_model_len
@@ -71,6 +71,11 @@ async def chat_ready(state: ServerState, fields: ChatRequest) -> tuple[list[int]
     check_prompt(prompt_ids, state.engine.info.vocab_size, "messages")
     sampling = fit(sampling, prompt_ids, window, param="messages")
     return prompt_ids, chat_sampling(state, fields, sampling, prompt_ids)
+
+
+def _template(text: TextFrontEnd, fields: ChatRequest | TokenizeRequest) -> str:
+    """The request's own, or the model's; empty: there is none."""
+    return fields.chat_template if fields.chat_template is not None else text.chat_template or ""
 
 
 def _is_short(fields: ChatRequest) -> bool:
@@ -95,7 +100,7 @@ def chat_prompt_ids(
         "continue_final_message": continues,
         "documents": fields.documents,
     }
-    template = fields.chat_template if fields.chat_template is not None else text.chat_template or ""
+    template = _template(text, fields)
     if fields.documents and "documents" not in template:
         raise InvalidRequest(
             "documents: this chat template never reads them; leave them out", param="documents"

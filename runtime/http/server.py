@@ -33,6 +33,7 @@ from ostinato.runtime.http.api_errors import (
 from ostinato.runtime.http.api_keys import Caller, KeyRing
 from ostinato.runtime.http.bearer_key import key_of
 from ostinato.runtime.http.body_room import BodyRoom
+from ostinato.runtime.http.chat_format import shows_tools
 from ostinato.runtime.http.chat_handler import chat_completions
 from ostinato.runtime.http.completion_handler import completions
 from ostinato.runtime.http.embedding_handler import embeddings
@@ -91,6 +92,8 @@ def make_app(
     )
     keys = KeyRing.of(config)
     text.template_timeout_s = config.template_timeout_s
+    if config.chat_template:
+        text.use_template(config.chat_template)
     if config.access_log != "off":
         access_log.setup()
     app[STATE] = ServerState(
@@ -113,6 +116,13 @@ def make_app(
         formats.reasoning.name if formats.reasoning is not None else "none",
         formats.tools.name if formats.tools is not None else "none",
     )
+    can_show = config.allow_chat_template or shows_tools(text.chat_template or "")
+    if config.tool_parser not in ("auto", "none") and not can_show:
+        log.warning(
+            "server.tool_parser=%s: no effect, the model's chat template does not show tools; give one that "
+            "does as server.chat_template",
+            config.tool_parser,
+        )
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),

@@ -15,7 +15,7 @@ FLAGS = [
     "passes.fuel", "passes.off", "profile.folder", "profile.max_seconds", "scheduler.max_running",
     "scheduler.max_step_tokens", "scheduler.max_waiting", "server.access_log", "server.admin_key",
     "server.allow_chat_template", "server.api_key",
-    "server.api_key_file", "server.body_timeout_s", "server.cors_origins", "server.drain_s",
+    "server.api_key_file", "server.body_timeout_s", "server.chat_template", "server.cors_origins", "server.drain_s",
     "server.header_timeout_s", "server.host", "server.keepalive_s", "server.limits.concurrent",
     "server.limits.requests_per_minute", "server.limits.tokens_per_minute", "server.max_bodies_mib",
     "server.max_body_mib", "server.max_connections", "server.max_logprobs", "server.max_n",
