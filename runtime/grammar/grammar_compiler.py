@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 128  # compiled grammars
 MAX_KEPT_BYTES = 4 << 20  # of their texts; what is compiled takes about ten times that
+_OF_SCHEMA = "failed to compile JSON schema: "
 _MOST_SHOWN = 400  # characters of llguidance's message
 
 
@@ -166,7 +167,9 @@ class GrammarCompiler:
 
 def _refuse(spec: GrammarSpec, why: str) -> NoReturn:
     hint = ""
-    if spec.kind == "json_schema" and why.startswith("Unimplemented keys"):
+    if "x-guidance" in spec.text and _OF_SCHEMA in why:  # Lark of ours: its lines tell a client nothing
+        why = why.partition(_OF_SCHEMA)[2].partition("\n")[0]
+    if spec.kind != "regex" and why.startswith("Unimplemented keys"):
         hint = '; take them out, or give "strict": false to have them ignored'
     why = " ".join(why.split())[:_MOST_SHOWN]
     raise BadGrammar(why + hint) from None

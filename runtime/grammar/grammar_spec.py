@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.grammar.lark_text import one_of
+from ostinato.runtime.grammar.lark_text import json_value, one_of
 from ostinato.runtime.grammar.structural_tags import read_tags
 from ostinato.runtime.messages import SamplingParams
 
@@ -68,6 +68,17 @@ def read_grammar(sampling: SamplingParams) -> GrammarSpec | None:
             param=param,
         )
     return spec
+
+
+def json_content(sampling: SamplingParams) -> str | None:
+    """Lark of the JSON that a `response_format` asks for: what an answer says when it makes no calls.
+
+    None for other grammars, which are about the whole answer. Raises as `read_grammar`.
+    """
+    spec = read_grammar(sampling)
+    if spec is None or spec.kind != "json_schema" or grammar_param(sampling) != "response_format":
+        return None
+    return json_value(json.loads(spec.text), lenient=spec.lenient)
 
 
 def _read(name: str, sampling: SamplingParams, param: str) -> GrammarSpec:

@@ -3,6 +3,7 @@
     required, named  calls and nothing else; the first token begins one
     auto             free text in which a call, once begun, is one of the tools; only made when a tool is
                      strict, for otherwise the model is left alone
+    auto, content    calls and nothing else, or what the answer must be without them
 Arguments follow the tool's schema. A strict tool whose schema cannot be enforced is refused; of others what
 cannot be enforced is ignored.
 """
@@ -14,7 +15,15 @@ from typing import Any, NamedTuple
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.grammar.call_arguments import gemma4_arguments, pythonic_arguments
-from ostinato.runtime.grammar.lark_text import TokenId, is_token, json_value, quoted, sequence, text
+from ostinato.runtime.grammar.lark_text import (
+    WHITE_SPACE,
+    TokenId,
+    is_token,
+    json_value,
+    quoted,
+    sequence,
+    text,
+)
 from ostinato.runtime.grammar.schema_shape import check_names, check_shape
 from ostinato.runtime.grammar.tagged_arguments import TAGS, tagged_arguments
 
@@ -66,6 +75,7 @@ _MISTRAL_ARGS = CallShape("[TOOL_CALLS]", "[ARGS]", "", "", trigger="[TOOL_CALLS
 _PHI_TOKENS = CallShape(
     _NAMED, '", "arguments": ', "}", ", ", "<|tool_call|>[", "]<|/tool_call|>", trigger="<|tool_call|>"
 )
+_FINAL = "<|channel|>final<|message|>"  # what gpt-oss writes in front of an answer
 FORMATS = tuple(_SHAPES)
 # whose arguments are not JSON; characters that end the name of a parameter there
 _OWN_NOTATION = {"gemma4": ':{},"<', "pythonic": "=,()", "qwen3_xml": '<>"\n', "minimax": '<>"\n'}
@@ -78,11 +88,13 @@ def tool_call_grammar(
     *,
     token_id: TokenId,
     parallel: bool = True,
+    content: str | None = None,
 ) -> str | None:
     """Lark for `SamplingParams.grammar`; None: nothing is to be enforced.
 
     `tools` and `choice` as in OpenAI's chat API, `parser_format` a name of `FORMATS`. Without `parallel`
-    there is at most one call. Raises InvalidRequest that names `tools` or `tool_choice`.
+    there is at most one call. `content`: Lark of an answer that is no calls, where it must not be any text.
+    Raises InvalidRequest that names `tools` or `tool_choice`.
     """
     if choice == "none" or not tools:
         return None
@@ -94,10 +106,13 @@ def tool_call_grammar(
             raise InvalidRequest(f"tool_choice: {wanted!r:.80} is not among the tools", param="tool_choice")
         parallel = False
     is_free = choice == "auto"
-    if is_free and not any(one.get("strict") for one in functions):
+    is_strict = any(one.get("strict") for one in functions)
+    if is_free and not is_strict and content is None:
         return None
     shape = _shape(parser_format, token_id)
     if shape is None:
+        if is_free and not is_strict:
+            return None
         if is_free:
             raise InvalidRequest(
                 f"tools: strict is not possible with calls written as {parser_format!r}", param="tools"
@@ -106,10 +121,13 @@ def tool_call_grammar(
             f"tool_choice: a call cannot be forced with calls written as {parser_format!r}",
             param="tool_choice",
         )
-    rules = _Rules(parser_format, shape, token_id)
+    rules = _Rules(parser_format, shape, token_id, beside_json=content is not None and is_free)
     for at, function in enumerate(functions):
-        rules.add_call(at, function, any_arguments=is_free and not function.get("strict"))
-    return rules.free(parallel) if is_free else rules.forced(parallel)
+        is_left_alone = is_free and content is None and not function.get("strict")
+        rules.add_call(at, function, any_arguments=is_left_alone)
+    if not is_free:
+        return rules.forced(parallel)
+    return rules.free(parallel) if content is None else rules.either(content, parallel)
 
 
 def _shape(parser_format: str, token_id: TokenId) -> CallShape | None:
@@ -120,9 +138,21 @@ def _shape(parser_format: str, token_id: TokenId) -> CallShape | None:
     return _SHAPES.get(parser_format)
 
 
+_JSON_SPACE = ("ws: WS?", f"WS: /{WHITE_SPACE}/")
+
+
+def _json_call(name: str, arguments: str) -> str:
+    """A call of llama3_json made of the pieces that JSON has."""
+    pieces = ("{", '"name"', ":", f'"{name}"', ",", '"parameters"', ":", None, "}")
+    return " ws ".join(arguments if piece is None else quoted(piece) for piece in pieces)
+
+
 class _Rules:
-    def __init__(self, parser_format: str, shape: CallShape, token_id: TokenId) -> None:
+    def __init__(self, parser_format: str, shape: CallShape, token_id: TokenId, *, beside_json: bool) -> None:
+        """`beside_json`: an answer may be JSON instead of calls."""
         self._format, self._shape, self._token_id = parser_format, shape, token_id
+        # A long literal would be preferred to the short ones that JSON begins with.
+        self._in_pieces = beside_json and shape.bare == "{"
         self._lines: list[str] = []
         self._calls: list[str] = []
         # a call's text is split behind the trigger, which free text ends with
@@ -144,25 +174,39 @@ class _Rules:
             self._lines += lines
         else:
             arguments = json_value({"type": "object", **(schema or {})}, lenient=not is_strict)
-        head = (shape.begin + name + shape.middle)[self._cut :]
-        self._lines.append(f"call_{at}: {sequence(self._text(head), arguments, self._text(shape.end))}")
+        if self._in_pieces:
+            call = _json_call(name, arguments)
+        else:
+            head = (shape.begin + name + shape.middle)[self._cut :]
+            call = sequence(self._text(head), arguments, self._text(shape.end))
+        self._lines.append(f"call_{at}: {call}")
         self._calls.append(f"call_{at}")
 
     def forced(self, parallel: bool) -> str:
         """Calls and nothing else."""
-        shape = self._shape
         if self._format == "gpt_oss":
             return self._grammar("start: thought* call", *self._harmony())
+        return self._grammar(f"start: {self._all_calls(parallel)}")
+
+    def _all_calls(self, parallel: bool) -> str:
+        shape = self._shape
         call = sequence(self._text(shape.trigger[: self._cut]), "call")
         more = f"({sequence(self._text(shape.between), call)})*" if parallel else ""
-        start = sequence(self._text(shape.before), call, more, self._text(shape.after))
-        return self._grammar(f"start: {start}")
+        return sequence(self._text(shape.before), call, more, self._text(shape.after))
+
+    def either(self, content: str, parallel: bool) -> str:
+        """Calls and nothing else, or `content` and nothing else."""
+        if self._format == "gpt_oss":
+            answer = sequence(self._text(_FINAL), content)
+            return self._grammar("start: thought* (call | answer)", f"answer: {answer}", *self._harmony())
+        lines = [f"calls: {self._all_calls(parallel)}", f"answer: {content}"]
+        return self._grammar("start: calls | answer", *lines, *(_JSON_SPACE if self._in_pieces else ()))
 
     def free(self, parallel: bool) -> str:
         """Text, and calls in it."""
         shape = self._shape
         if self._format == "gpt_oss":
-            answer = sequence(self._text("<|channel|>final<|message|>"), "TEXT")
+            answer = sequence(self._text(_FINAL), "TEXT")
             return self._grammar("start: thought* (call | answer)", f"answer: {answer}", *self._harmony())
         more = f"({sequence(self._text(shape.between), 'call')})*" if parallel else ""
         if shape.bare:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import ChoiceOutput
-from ostinato.runtime.grammar.grammar_spec import grammar_param, has_grammar
+from ostinato.runtime.grammar.grammar_spec import FIELDS as GRAMMAR_FIELDS
+from ostinato.runtime.grammar.grammar_spec import grammar_param, has_grammar, json_content
 from ostinato.runtime.grammar.tool_grammar import tool_call_grammar
 from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.server_state import ServerState
@@ -92,7 +93,7 @@ def check_tools(state: ServerState, fields: ToolRequest, template: str) -> None:
 def chat_sampling(
     state: ServerState, fields: ToolRequest, sampling: SamplingParams, prompt_ids: Sequence[int]
 ) -> SamplingParams:
-    """`sampling` with the grammar of calls that must be made, or made strictly.
+    """`sampling` with the grammar of calls that must be made, or made strictly, or take the place of JSON.
 
     A grammar, this one or the request's own, holds behind the thoughts that the prompt has begun, or with
     which the answer begins. A thinking budget is given the marks of thoughts.
@@ -106,16 +107,18 @@ def chat_sampling(
             begun=_begun_block(state, fields, prompt_ids),
             calls=_may_call(fields),
         )
-    if (of_calls := _call_grammar(state, fields)) is not None:
+    content = json_content(sampling)
+    if (of_calls := _call_grammar(state, fields, content)) is not None:
         param, grammar = of_calls
-        if has_grammar(sampling):
+        if has_grammar(sampling) and content is None:
             other = grammar_param(sampling)
             raise InvalidRequest(
                 f"{other}: contradicts {param}, which gives the answer a grammar of its own; give one of the "
                 "two, or tools that are not strict",
                 param=other,
             )
-        sampling = sampling.model_copy(update={"grammar": grammar, "grammar_param": param})
+        taken = {**dict.fromkeys(GRAMMAR_FIELDS), "grammar": grammar, "grammar_param": param}
+        sampling = sampling.model_copy(update=taken)
     reasoning = state.formats.reasoning
     if reasoning is None or not has_grammar(sampling) or sampling.grammar_after:
         return sampling
@@ -132,8 +135,8 @@ def chat_sampling(
     return sampling.model_copy(update={"grammar_after": tuple(ids), "grammar_unless": unless})
 
 
-def _call_grammar(state: ServerState, fields: ToolRequest) -> tuple[str, str] | None:
-    """The field that asks for it, and the grammar."""
+def _call_grammar(state: ServerState, fields: ToolRequest, content: str | None) -> tuple[str, str] | None:
+    """The field that asks for it, and the grammar. `content`: of `response_format`."""
     choice = fields.tool_choice or "auto"
     if not fields.tools or state.formats.tools is None:
         return None
@@ -143,8 +146,14 @@ def _call_grammar(state: ServerState, fields: ToolRequest) -> tuple[str, str] | 
         state.formats.tools.name,
         token_id=state.text.token_id,
         parallel=fields.parallel_tool_calls is not False,
+        content=content,
     )
-    return None if grammar is None else ("tools" if choice == "auto" else "tool_choice", grammar)
+    if grammar is None:
+        return None
+    if choice != "auto":
+        return "tool_choice", grammar
+    is_strict = any(tool.function.strict for tool in fields.tools)
+    return "tools" if is_strict else "response_format", grammar
 
 
 def prompt_end(state: ServerState, prompt_ids: Sequence[int]) -> str:

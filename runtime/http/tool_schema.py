@@ -71,8 +71,8 @@ class ToolTemplateRequest(Wire):
 
     tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = optional(
         f"functions that the model may call, up to {MAX_TOOLS}, names of 1 to 128 letters, digits, `_.-`, "
-        "each once. Refused where the chat template does not show tools (`server.chat_template` takes another) "
-        "or no tool parser is known for the model (`server.tool_parser`)"
+        "each once. Refused where the chat template does not show tools (`server.chat_template` takes "
+        "another) or no tool parser is known for the model (`server.tool_parser`)"
     )
     reasoning_effort: Effort | None = optional(
         "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`, for the template. One that knows only "

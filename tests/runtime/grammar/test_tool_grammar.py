@@ -7,8 +7,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.grammar.grammar_compiler import GrammarCompiler
+from ostinato.runtime.grammar.grammar_compiler import BadGrammar, GrammarCompiler
 from ostinato.runtime.grammar.grammar_spec import GrammarSpec
+from ostinato.runtime.grammar.lark_text import json_value
 from ostinato.runtime.grammar.tool_grammar import FORMATS, tool_call_grammar
 from ostinato.runtime.output.offline import parse_tool_calls
 from tests.support import toy_text
@@ -114,6 +115,64 @@ def test_calls_are_taken_as_the_family_writes_them(
     assert taken(compiler, tokenizer, grammar(NAMED), both) == "no"
     assert taken(compiler, tokenizer, grammar("required", parallel=False), both) == "no"
     assert taken(compiler, tokenizer, grammar("auto", parallel=False), both) == "no"
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("strict", [True, False])
+def test_calls_or_the_json_that_the_answer_must_be_without_them(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, family: str, strict: bool
+):
+    content = json_value({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
+    tools = TOOLS if strict else [{"function": {**tool["function"], "strict": None}} for tool in TOOLS]
+
+    def grammar(choice: Any, *, parallel: bool = True) -> str | None:
+        return tool_call_grammar(
+            tools, choice, family, token_id=tokenizer.token_to_id, parallel=parallel, content=content
+        )
+
+    final = "<|channel|>final<|message|>" if family == "gpt_oss" else ""
+    calls, free = GOOD[family], grammar("auto")
+    assert taken(compiler, tokenizer, free, calls) == "whole"
+    assert taken(compiler, tokenizer, free, calls.replace("y z", "y w")) == "no"
+    assert taken(compiler, tokenizer, free, final + '{"ok": true}') == "whole"
+    assert taken(compiler, tokenizer, free, final + '{"ok": 1}') == "no"
+    assert taken(compiler, tokenizer, free, final + '{"ok": true}' + calls) == "no"
+    assert taken(compiler, tokenizer, free, FREE[family]) == "no"
+    assert taken(compiler, tokenizer, grammar("required"), final + '{"ok": true}') == "no"
+    if family != "gpt_oss":
+        assert taken(compiler, tokenizer, grammar("auto", parallel=False), calls) == "no"
+
+
+def test_a_keyword_that_cannot_be_enforced_is_named_without_the_grammar_around_it(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+):
+    wrong = {"type": "object", "properties": {"x": {"uniqueItems": True}}}
+    strict = [{"function": {"name": "f", "strict": True, "parameters": wrong}}]
+    for tools, content in ((strict, None), (TOOLS, json_value(wrong))):
+        grammar = tool_call_grammar(tools, "auto", "hermes", token_id=tokenizer.token_to_id, content=content)
+        with pytest.raises(BadGrammar) as caught:
+            compiler.compile(GrammarSpec("grammar", grammar or ""))
+        assert str(caught.value) == (
+            'Unimplemented keys: ["uniqueItems"]; take them out, or give "strict": false to have them ignored'
+        )
+
+
+def test_json_that_resembles_a_call_without_a_marker_is_still_possible(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+):
+    named = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False}
+    grammar = tool_call_grammar(
+        TOOLS, "auto", "llama3_json", token_id=tokenizer.token_to_id, content=json_value(named)
+    )
+    for text, result in {
+        '{"name": "Bob"}': "whole",
+        '{"name": "addition"}': "whole",
+        '{"name": "add"}': "whole",
+        '{"name": "now.utc-1", "parameters": {}}': "whole",
+        '{"name": "add", "parameters": {"b": 1}}': "no",
+        '{"name": "Bob", "parameters": {}}': "no",
+    }.items():
+        assert taken(compiler, tokenizer, grammar, text) == result, text
 
 
 @pytest.mark.parametrize("family", FORMATS)

@@ -171,9 +171,50 @@ async def test_strict_tools_become_a_grammar_and_others_do_not():
         assert (sampling.grammar_param, sampling.grammar is None) == ("tools", False)
         await both(server, tools=[strict], tool_choice="none")
         assert server.engine.requests[-1].sampling.grammar is None
-        fields = {**ASK, "tools": [strict], "response_format": {"type": "json_object"}}
-        status, body = await server.post(CHAT, fields)
-        assert (status, body["error"]["param"]) == (400, "response_format")
+
+
+JSON = {"json_schema": {"name": "n", "schema": {"type": "object", "properties": {"sunny": {}}}}}
+
+
+async def test_with_a_response_format_the_answer_is_calls_or_json():
+    """Agents send both: tools, and what the last answer must look like."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    for format_ in ({"type": "json_schema", **JSON}, {"type": "json_object"}):
+        for tool, param in ((WEATHER, "response_format"), (strict, "tools")):
+            async with served(CALL) as server:
+                streamed, whole = await both(server, tools=[tool], response_format=format_)
+                assert streamed == whole
+                assert [call["name"] for call in whole["calls"]] == ["get_weather"]
+                (first, *_) = server.engine.requests
+                assert (first.sampling.response_format, first.sampling.grammar_param) == (None, param)
+                assert "get_weather" in (first.sampling.grammar or "")
+                assert ("sunny" in (first.sampling.grammar or "")) == ("json_schema" in format_)
+                for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+                    await both(server, tools=[tool], response_format=format_, tool_choice=choice)
+                    forced = server.engine.requests[-1].sampling
+                    assert forced.grammar_param == "tool_choice"
+                    assert "sunny" not in (forced.grammar or "")  # calls have no content
+                await both(server, tools=[tool], response_format=format_, tool_choice="none")
+                assert server.engine.requests[-1].sampling.response_format is not None
+
+
+async def test_a_grammar_of_the_whole_answer_leaves_no_room_for_calls_that_must_be_made():
+    whole_answer: list[dict[str, Any]] = [
+        {"guided_json": {"type": "object"}},
+        {"structured_outputs": {"json_object": True}},
+        {"guided_regex": "a"},
+    ]
+    async with served(CALL) as server:
+        for fields in whole_answer:
+            status, body = await server.post(CHAT, {**ASK, **fields, "tool_choice": "required"})
+            assert (status, body["error"]["param"]) == (400, _written(fields))
+            assert (await server.post(CHAT, {**ASK, **fields}))[0] == 200
+            assert server.engine.requests[-1].sampling.grammar is None
+
+
+def _written(fields: dict[str, Any]) -> str:
+    (name,) = fields
+    return f"{name}.json_object" if name == "structured_outputs" else name
 
 
 async def test_an_answer_cut_in_a_call_ends_with_length():
