@@ -36,5 +36,7 @@ def anthropic_error_body(error: Exception, request_id: str) -> bytes:
     told = json.loads(error_body(error))["error"]
     kind = _KINDS.get(answer_for(error).status, "api_error")
     inner = {"type": kind, "message": told["message"], "param": told["param"], "code": told["code"]}
+    if told["param"] == "thread":  # the client's tool runner then sends the whole conversation itself
+        inner["details"] = {"error_code": "thread_unsupported_request"}
     body = {"type": "error", "error": inner, "request_id": request_id}
     return json.dumps(body, ensure_ascii=False).encode()

@@ -21,6 +21,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
+    "thread": (),
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from openai import AsyncOpenAI, BadRequestError
 
 from ostinato.errors import InvalidRequest
@@ -219,6 +219,33 @@ async def test_a_call_that_is_cut_short_says_so(
         model="toy", max_tokens=limit, messages=[{"role": "user", "content": "Hello"}], tools=MESSAGES_TOOLS
     )
     assert (message.stop_reason, message.content[-1].type) == ("max_tokens", "tool_use")
+
+
+async def test_anthropic_s_tool_runner_goes_on_where_threads_are_refused(
+    anthropic: AsyncAnthropic, served: Served
+):
+    asked: list[int] = []
+
+    @beta_async_tool
+    async def get_weather(city: str, days: int) -> str:
+        """Weather."""
+        asked.append(days)
+        return f"rain in {city}"
+
+    @beta_async_tool
+    async def now() -> str:
+        """Time."""
+        return "noon"
+
+    told = writes("It rains.")
+    served.engine.script = lambda request: (told if asked else writes(ANSWER))(request)
+    runner = anthropic.beta.messages.tool_runner(
+        model="toy", max_tokens=900, messages=[{"role": "user", "content": "Hello"}], tools=[get_weather, now]
+    )
+    last = await runner.until_done()
+    assert (asked, last.content[0].text) == ([3], "It rains.")
+    assert "rain in Köln 😀" in prompt_of(served)
+    assert len(served.engine.requests) == 2
 
 
 async def test_forced_calls_and_schemas_reach_the_engine(
