@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
 
+import ostinato
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.messages import SamplingParams
 from tests.support.server_process import ServerProcess, run_command, serving
@@ -75,6 +77,34 @@ def test_the_official_client_is_told_that_paris_is_the_capital_of_france(server)
         assert len(entry.top_logprobs) == 5
         assert all(math.isfinite(top.logprob) and top.logprob <= 0 for top in entry.top_logprobs)
         assert entry.logprob == entry.top_logprobs[0].logprob
+
+
+def test_an_agent_s_round_trip_with_tools_and_a_typed_answer(demo_artifact, tmp_path):
+    """What agent frameworks send, with the template that docs/api.md names for this model."""
+    template = Path(ostinato.__file__).with_name("docs") / "chatml_tools.jinja"
+    integers = {"type": "object", "properties": {name: {"type": "integer"} for name in "ab"}}
+    integers |= {"required": ["a", "b"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "add", "strict": True, "parameters": integers}}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": integers, "strict": True}}
+    messages: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
+    asked: dict[str, Any] = {"model": "smollm2", "tools": tools, "temperature": 0, "max_tokens": 60}
+    flags = ("--server.served-name=smollm2", f"--server.chat-template={template}")
+    with (
+        serving(tmp_path, demo_artifact, *flags) as server,
+        OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client,
+    ):
+        ask = client.chat.completions.create
+        named = {"type": "function", "function": {"name": "add"}}
+        first = ask(**asked, messages=messages, tool_choice=named, response_format=wanted).choices[0]
+        assert first.finish_reason == "tool_calls"
+        (call,) = first.message.tool_calls
+        assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+        messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        free = ask(**asked, messages=messages, response_format=wanted).choices[0]
+        said = free.message.tool_calls
+        text = free.message.content if not said else said[0].function.arguments
+        assert json.loads(text).keys() == {"a", "b"}  # it may do either, and nothing else
+        server.wait_idle()
 
 
 def test_the_printed_curl_line_works(server):
