@@ -80,6 +80,7 @@ class ChoiceOutput:
         self._decoded = 0  # characters of content (without a parser: of text), shown or not
         self._shown = 0
         self._waiting: deque[tuple[ShownToken, int]] = deque()  # with the offset of its end
+        self._settled = 0  # of those that wait, the first ones that no stop string can cut any more
 
     @property
     def num_calls(self) -> int:
@@ -166,32 +167,25 @@ class ChoiceOutput:
         length = sum(len(one.text) for one in events if isinstance(one, Content))
         self._waiting.append((ShownToken(token_id, self._decoded, logprob), self._decoded + length))
         self._decoded += length
+        if events and not isinstance(events[-1], Content):
+            self._settled = len(self._waiting)  # nothing of them is held that could be content yet
 
-    def _release(self, length: int, *, all_shown: bool) -> tuple[ShownToken, ...]:
+    def _release(self, length: int) -> tuple[ShownToken, ...]:
         self._shown += length
-        if not self._waiting or not (length or all_shown):
-            return ()
         out = []
         while self._waiting:
             token, end = self._waiting[0]
             # A token without width at the very end waits too: it may belong to text that a stop string cuts.
-            if not all_shown and (end > self._shown or token.offset == self._shown):
+            if end > self._shown or (token.offset == self._shown and len(out) >= self._settled):
                 break
             out.append(token)
             self._waiting.popleft()
+        self._settled = max(0, self._settled - len(out))
         return tuple(out)
 
     def _made(self, told: list[Event], reason: FinishReason | None = None) -> Delta:
         delta = _delta(told, parsed=self._parser is not None)
-        # Behind other things than content nothing waits that a stop string could cut.
-        all_shown = (
-            bool(told)
-            and not isinstance(told[-1], Content)
-            and self._decoded == (self._shown + len(delta.text))
-        )
-        return delta._replace(
-            tokens=self._release(len(delta.text), all_shown=all_shown), finish_reason=reason
-        )
+        return delta._replace(tokens=self._release(len(delta.text)), finish_reason=reason)
 
     def _end(self, told: list[Event], reason: FinishReason, *, cut: bool = False) -> Delta:
         """`cut`: a stop string matched, so tokens that begin behind it are not shown."""

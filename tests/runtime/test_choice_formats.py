@@ -116,6 +116,13 @@ def test_a_marker_of_ordinary_tokens_does_not_leak_and_its_look_alike_is_text(si
         assert told(run(f"</think>{text}", form="deepseek_v3", sizes=sizes)[0]) == ("", text, [])
 
 
+@pytest.mark.parametrize("sizes", [None, [10_000], [3] * 9, [5] * 9])
+def test_thoughts_before_text_that_a_stop_cuts_whole_keep_their_tokens(sizes: list[int] | None):
+    _, deltas, output = run("hm</think>END", sizes=sizes, stop=("END",), logprobs=0)
+    assert [token.token_id for delta in deltas for token in delta.tokens] == ids("hm")
+    assert output.num_reasoning_tokens == len(ids("hm</think>"))
+
+
 def test_an_answer_of_one_call_ends_behind_it():
     events, deltas, output = run(f"</think>{CALL}{CALL} more", one_call=True)
     assert told(events) == ("", "", [("f", '{"city":"Köln 😀"}')])
