@@ -172,7 +172,7 @@ class ChoiceOutput:
 
     def _release(self, length: int) -> tuple[ShownToken, ...]:
         self._shown += length
-        out = []
+        out: list[ShownToken] = []
         while self._waiting:
             token, end = self._waiting[0]
             # A token without width at the very end waits too: it may belong to text that a stop string cuts.
