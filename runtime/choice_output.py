@@ -67,6 +67,7 @@ class ChoiceOutput:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0  # of them, those of thoughts and of their markers
         self.finished = False
+        self.stop_token_id: int | None = None  # the token that ended it, if one did
         self._detokenizer = codec.detokenizer(skip_special=sampling.skip_special_tokens, keep=shown_special)
         self._scanner = (
             StopScanner(sampling.stop, include=sampling.include_stop_str_in_output) if sampling.stop else None
@@ -121,6 +122,7 @@ class ChoiceOutput:
                 return self._end(told, "stop", cut=self._stopped)
         if reason is None:
             return self._made(told)
+        self.stop_token_id = event.stop_token_id
         last = self._detokenizer.finish()
         if self._parser is not None:
             events = self._parser.push(last) + self._parser.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ostinato.runtime.choice_output import Delta, ShownToken
@@ -27,6 +27,19 @@ def new_id(prefix: str) -> str:
 def dump(value: object) -> str:
     """Compact ASCII JSON: no character in it can end a line for any client."""
     return _encode(value)
+
+
+def token_namer(codec: TokenCodec, *, as_ids: bool | None) -> Callable[[int], str]:
+    """What log-probabilities call a token: its text, or `token_id:15`."""
+    return (lambda token_id: f"token_id:{token_id}") if as_ids else codec.token_text
+
+
+def stop_reason(choice: Choice) -> int | str | None:
+    """The stop string, or the one of `stop_token_ids`, that ended a choice; None: nothing that was asked."""
+    if (text := choice.output.stop_string) is not None:
+        return text
+    token = choice.output.stop_token_id
+    return token if token in choice.request.sampling.stop_token_ids else None
 
 
 def finite(logprob: float) -> float:

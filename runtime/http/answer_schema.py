@@ -112,6 +112,7 @@ class ChatChoice(_Exact):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
     token_ids: list[int] | None = None
 
 
@@ -144,6 +145,7 @@ class TextChoice(_Exact):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None

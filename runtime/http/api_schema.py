@@ -164,6 +164,12 @@ class ChatRequest(SamplingRequest, TemplateRequest, ToolRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] = required(
         "at least one. Roles: system, developer, user, assistant, tool"
     )
+    echo: bool | None = optional(
+        "needs `continue_final_message`: the text of that message, as it was sent, stands in front of the "
+        "answer (parts are joined by newlines); in a stream it is the first text of each choice. "
+        "Log-probabilities, token ids and usage are those of the answer alone",
+        "false",
+    )
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = optional(
         "the same as `max_tokens`; both may be given if equal"
     )
@@ -180,6 +186,8 @@ class ChatRequest(SamplingRequest, TemplateRequest, ToolRequest):
             raise PydanticCustomError(
                 "needs_logprobs", "needs logprobs=true and no top_logprobs", {"at": "logprob_token_ids"}
             )
+        if self.echo and not self.continue_final_message:
+            raise PydanticCustomError("needs_continue", "needs continue_final_message=true", {"at": "echo"})
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
@@ -189,6 +197,11 @@ class ChatRequest(SamplingRequest, TemplateRequest, ToolRequest):
                 {"at": "max_completion_tokens"},
             )
         return self
+
+    @property
+    def echoed(self) -> str:
+        """The text in front of the answer."""
+        return self.messages[-1].text if self.echo else ""
 
     @property
     def token_limit(self) -> int | None:

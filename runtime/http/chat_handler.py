@@ -9,8 +9,16 @@ from aiohttp import web
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import Delta, ShownToken
-from ostinato.runtime.detokenizer import TokenCodec
-from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, prompt_records, usage
+from ostinato.runtime.http.answer_parts import (
+    Collected,
+    alternatives,
+    dump,
+    finite,
+    prompt_records,
+    stop_reason,
+    token_namer,
+    usage,
+)
 from ostinato.runtime.http.api_schema import ChatRequest, TokenizeRequest
 from ostinato.runtime.http.chat_format import (
     chat_sampling,
@@ -134,6 +142,8 @@ class ChatAnswer:
         self.id = answer_id(state, "chatcmpl", fields.request_id)
         self._head: dict[str, object] = {"created": int(time.time()), "model": state.model}
         self._codec = state.text.codec
+        self._named = token_namer(self._codec, as_ids=fields.return_tokens_as_token_ids)
+        self._echoed = fields.echoed
         self._n = fields.n or 1
         self._with_reasoning = fields.include_reasoning is not False
         self._logprobs = bool(fields.logprobs)
@@ -152,6 +162,8 @@ class ChatAnswer:
         out = ""
         if choice.index not in self._started:
             out = self._chunk(choice, '{"role":"assistant","content":""}', more=self._of_prompt(choice))
+            if self._echoed:
+                out += self._chunk(choice, content_json(self._echoed))
             self._started.add(choice.index)
         ids = choice.take_ids() if self._ids else []
         logprobs = dump(self._content(delta.tokens)) if self._logprobs else "null"
@@ -163,7 +175,8 @@ class ChatAnswer:
             logprobs, ids = "null", []  # they stand with the first
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, choice.output.num_calls)
-            out += self._chunk(choice, "{}", reason=f'"{reason}"', ids=ids)
+            stopped_by = f',"stop_reason":{dump(stop_reason(choice))}'
+            out += self._chunk(choice, "{}", reason=f'"{reason}"{stopped_by}', ids=ids)
         return out.encode()
 
     def _said(self, delta: Delta) -> list[str]:
@@ -189,10 +202,13 @@ class ChatAnswer:
                     {
                         "index": choice.index,
                         "message": message(
-                            "".join(got.texts), got.parts, with_reasoning=self._with_reasoning
+                            self._echoed + "".join(got.texts),
+                            got.parts,
+                            with_reasoning=self._with_reasoning,
                         ),
                         "logprobs": self._content(got.tokens) if self._logprobs else None,
                         "finish_reason": finish_reason(got.finish_reason, choice.output.num_calls),
+                        "stop_reason": stop_reason(choice),
                         **({"token_ids": choice.take_ids()} if self._ids else {}),
                     }
                     for choice, got in zip(choices, whole, strict=True)
@@ -232,20 +248,19 @@ class ChatAnswer:
         )
 
     def _content(self, tokens: tuple[ShownToken, ...] | list[ShownToken]) -> dict[str, object]:
-        return {"content": [_entry(self._codec, token, self._top) for token in tokens], "refusal": None}
+        return {"content": [self._entry(token) for token in tokens], "refusal": None}
 
+    def _entry(self, token: ShownToken) -> dict[str, Any]:  # Any: JSON of two depths
+        chosen = finite(token.logprob.logprob) if token.logprob is not None else 0.0
+        top = alternatives(token.logprob, self._top)
+        return {
+            **self._one(token.token_id, chosen),
+            "top_logprobs": [self._one(i, value) for i, value in top],
+        }
 
-def _entry(codec: TokenCodec, token: ShownToken, top: int) -> dict[str, Any]:  # Any: JSON of two depths
-    chosen = finite(token.logprob.logprob) if token.logprob is not None else 0.0
-    return {
-        **_named(codec, token.token_id, chosen),
-        "top_logprobs": [_named(codec, i, value) for i, value in alternatives(token.logprob, top)],
-    }
-
-
-def _named(codec: TokenCodec, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": codec.token_text(token_id),
-        "logprob": logprob,
-        "bytes": list(codec.token_bytes(token_id)),
-    }
+    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._named(token_id),
+            "logprob": logprob,
+            "bytes": list(self._codec.token_bytes(token_id)),
+        }

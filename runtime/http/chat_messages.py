@@ -98,6 +98,13 @@ class ChatMessage(BaseModel):
             raise PydanticCustomError("wrong_role", "belongs to role 'tool' only", {"at": "tool_call_id"})
         return self
 
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
 
 def template_messages(messages: list[ChatMessage], template: str) -> list[dict[str, object]]:
     """Plain dicts for the chat template.

@@ -9,7 +9,16 @@ from aiohttp import web
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import Delta, ShownToken
-from ostinato.runtime.http.answer_parts import Collected, alternatives, dump, finite, prompt_records, usage
+from ostinato.runtime.http.answer_parts import (
+    Collected,
+    alternatives,
+    dump,
+    finite,
+    prompt_records,
+    stop_reason,
+    token_namer,
+    usage,
+)
 from ostinato.runtime.http.api_schema import CompletionRequest
 from ostinato.runtime.http.choices import Choice
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
@@ -143,6 +152,7 @@ class CompletionAnswer:
         }
         self._text = state.text
         self._codec = state.text.codec
+        self._named = token_namer(self._codec, as_ids=fields.return_tokens_as_token_ids)
         self._n = fields.n or 1
         self._sequences = fields.sequences
         self._prompt_alone = fields.max_tokens == 0
@@ -167,7 +177,9 @@ class CompletionAnswer:
         is_empty = not text and not more.get("token_ids") and not (logprobs and logprobs["tokens"])
         if is_empty and delta.finish_reason is None:
             return b""
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        reason = "null"
+        if delta.finish_reason is not None:
+            reason = f'"{delta.finish_reason}","stop_reason":{dump(self._stopped_by(choice))}'
         detail = "null" if logprobs is None else dump(logprobs)
         suffix = f',"usage":{dump(self._used([choice], 1))}}}\n\n' if self._repeats else self._suffix
         own = f",{dump(more)[1:-1]}" if more else ""
@@ -198,6 +210,7 @@ class CompletionAnswer:
                     "text": text + delta.text,
                     "logprobs": logprobs,
                     "finish_reason": "length" if self._prompt_alone else got.finish_reason,
+                    "stop_reason": self._stopped_by(choice),
                     **more,
                 }
             )
@@ -220,6 +233,9 @@ class CompletionAnswer:
         if not self._prompt_alone:
             return delta
         return Delta("", (), None if delta.finish_reason is None else "length")
+
+    def _stopped_by(self, choice: Choice) -> int | str | None:
+        return None if self._prompt_alone else stop_reason(choice)
 
     def _used(self, choices: list[Choice], sequences: int) -> dict[str, object]:
         used = usage(choices, sequences)
@@ -289,7 +305,7 @@ class CompletionAnswer:
     def _append(
         self, logprobs: dict[str, list[object]], token_id: int, offset: int, value: float | None
     ) -> None:
-        logprobs["tokens"].append(self._codec.token_text(token_id))
+        logprobs["tokens"].append(self._named(token_id))
         logprobs["token_logprobs"].append(None if value is None else finite(value))
         logprobs["text_offset"].append(offset)
 
@@ -300,6 +316,6 @@ class CompletionAnswer:
             return best
         chosen = (token.token_id, finite(token.logprob.logprob))
         for token_id, value in (*alternatives(token.logprob, self._top or 0), chosen):
-            name = self._codec.token_text(token_id)
+            name = self._named(token_id)
             best[name] = max(value, best.get(name, value))
         return best

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from ostinato.errors import InvalidRequest
+from ostinato.runtime.http.known_fields import keep_known
 from ostinato.runtime.http.strict_json import parse
 from ostinato.runtime.http.wire import STRICT, Wire, optional
 
@@ -118,6 +119,15 @@ ResponseFormat = Annotated[
 ]
 
 
+# Of vLLM's fields those that choose how white space and fallbacks are; nothing falls back here.
+_NOT_OURS: dict[str, tuple[object, ...]] = {
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (True, False),
+    "whitespace_pattern": (),
+}
+
+
 class StructuredOutputs(BaseModel):
     """`structured_outputs`, vLLM's name for one of these."""
 
@@ -129,6 +139,12 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
     json_object: Literal[True] | None = None
     structural_tag: StructuralTagFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_elsewhere(cls, fields: Any) -> Any:  # Any: what pydantic hands to every "before" validator
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return keep_known(fields, known=known, ignored=(), unsupported=_NOT_OURS)
 
 
 class GrammarRequest(Wire):

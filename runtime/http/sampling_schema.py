@@ -194,6 +194,11 @@ class SamplingRequest(GrammarRequest):
         "many as leave room for `max_tokens`, or for one token. The text is tokenised whole, so its length "
         "is bounded by `server.max_body_mib` alone"
     )
+    return_tokens_as_token_ids: bool | None = optional(
+        "in log-probabilities tokens are named `token_id:15` instead of by their text; `bytes` of chat stay "
+        "those of the text",
+        "false",
+    )
     return_token_ids: bool | None = optional(
         "`token_ids` of each choice, those of the stop and of cut text too, and `prompt_token_ids` (in chat "
         "a field of the answer, in completions of each choice). Streamed: the ids since the chunk before, "

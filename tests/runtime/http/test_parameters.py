@@ -154,6 +154,53 @@ async def test_named_tokens_are_the_alternatives_in_their_order():
 
 
 @BOTH
+async def test_tokens_can_be_named_by_their_ids(path: str):
+    wanted = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2, "echo": True}
+    async with serving(answer()) as served:
+        whole, events = await both(served, path, return_tokens_as_token_ids=True, **wanted)
+        prompt = list(served.engine.requests[0].prompt_token_ids)
+    told = whole["choices"][0]["logprobs"]
+    if path == CHAT:
+        assert [one["token"] for one in told["content"]] == [f"token_id:{i}" for i in ids(WORDS)]
+        assert bytes(b for one in told["content"] for b in one["bytes"]).decode() == WORDS
+        tops = [one["token"] for entry in told["content"] for one in entry["top_logprobs"]]
+        assert len(tops) == 2 * len(ids(WORDS))
+        streamed = [e["choices"][0]["logprobs"] for e in events]
+        assert [one for listed in streamed if listed for one in listed["content"]] == told["content"]
+    else:
+        assert told["tokens"] == [f"token_id:{i}" for i in [*prompt, *ids(WORDS), 1]]
+        tops = [name for entry in told["top_logprobs"] if entry for name in entry]
+        streamed = [name for e in events for name in e["choices"][0]["logprobs"]["tokens"]]
+        assert streamed == told["tokens"]
+    assert all(name.removeprefix("token_id:").isdecimal() for name in tops)
+
+
+@BOTH
+async def test_stop_reason_is_what_was_asked_to_stop_at(path: str):
+    def after(token: int) -> Script:
+        return say(ids(" brown fox"), stop_id=token)
+
+    other = ids("x")[0]
+    cases: list[tuple[Script, dict[str, object], object]] = [
+        (after(1), {}, None),
+        (after(other), {"stop_token_ids": [other, 1]}, other),
+        (after(1), {"stop_token_ids": [1]}, 1),
+        (after(1), {"stop": ["zzz", "fox"]}, "fox"),
+        (after(1), {"stop": "fox", "include_stop_str_in_output": True}, "fox"),
+        (say(ids(" brown fox"), reason="length"), {"stop": "zzz"}, None),
+    ]
+    for script, fields, expected in cases:
+        async with serving(script) as served:
+            whole, events = await both(served, path, **fields)
+        assert [one["stop_reason"] for one in whole["choices"]] == [expected]
+        ends = [one for event in events for one in event["choices"] if one["finish_reason"]]
+        assert [one["stop_reason"] for one in ends] == [expected]
+    async with serving(after(1)) as served:
+        _, alone = await served.post(TEXT, {"prompt": "a", "echo": True, "max_tokens": 0, "stop": "brown"})
+    assert alone["choices"][0]["stop_reason"] is None  # nothing was generated
+
+
+@BOTH
 async def test_usage_is_repeated_in_every_chunk_for_its_choice(path: str):
     async with serving(answer()) as served:
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -283,6 +330,30 @@ async def test_the_last_message_can_be_continued():
     assert text.endswith("assistant\nIt is ")
     assert plain == text + "<|im_end|>\n"
     assert (status, whole["choices"][0]["message"]["content"]) == (200, WORDS)
+
+
+@pytest.mark.parametrize("chunk", [1, 50])
+async def test_the_message_that_is_continued_can_stand_in_front_of_the_answer(chunk: int):
+    parts = [{"type": "text", "text": "It"}, {"type": "text", "text": "is "}]
+    listed = {"messages": [PROMPT_OF["messages"][0], {"role": "assistant", "content": parts}]}
+    async with serving(answer(chunk=chunk), window=200) as served:
+        for asked, said in ((PROMPT_OF, "It is "), (listed, "It\nis ")):
+            fields = {**asked, "continue_final_message": True, "echo": True, "n": 2, "logprobs": True}
+            status, whole = await served.post(CHAT, fields)
+            assert status == 200, whole
+            events = await served.events(CHAT, fields)
+            choices = [one for event in events[:-1] for one in event["choices"]]
+            for choice in whole["choices"]:
+                assert choice["message"]["content"] == said + WORDS
+                assert len(choice["logprobs"]["content"]) == len(ids(WORDS))  # of the answer alone
+                own = [one["delta"] for one in choices if one["index"] == choice["index"]]
+                assert own[0] == {"role": "assistant", "content": ""}
+                assert "".join(delta.get("content") or "" for delta in own) == said + WORDS
+            assert whole["usage"]["completion_tokens"] == 2 * (len(ids(WORDS)) + 1)
+            _, plain = await served.post(CHAT, {**fields, "echo": False})
+            assert plain["choices"][0]["message"]["content"] == WORDS
+        status, body = await served.post(CHAT, {**PROMPT_OF, "echo": True})
+        assert (status, body["error"]["param"]) == (400, "echo")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ async def test_whole_answer_is_the_text_without_the_stop_token():
                 "message": {"role": "assistant", "content": EMOJI, "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ]
         prompt = len(served.engine.requests[0].prompt_token_ids)

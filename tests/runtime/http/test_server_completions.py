@@ -34,6 +34,7 @@ def joined(events: list[Any], index: int = 0) -> dict[str, Any]:
         "text": "".join(chunk["text"] for chunk in chunks),
         "logprobs": logprobs,
         "finish_reason": chunks[-1]["finish_reason"],
+        "stop_reason": chunks[-1]["stop_reason"],
     }
 
 
@@ -43,7 +44,8 @@ async def test_whole_answer_and_stream_say_the_same():
         events = await served.events(PATH, {**ASK, "stream_options": {"include_usage": True}})
     assert status == 200
     assert whole["object"] == "text_completion"
-    assert whole["choices"] == [{"index": 0, "text": WORDS, "logprobs": None, "finish_reason": "stop"}]
+    end = {"finish_reason": "stop", "stop_reason": None}
+    assert whole["choices"] == [{"index": 0, "text": WORDS, "logprobs": None, **end}]
     assert joined(events) == whole["choices"][0]
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"] == []

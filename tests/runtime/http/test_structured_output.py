@@ -53,6 +53,19 @@ TAGS = {
         ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b"), "grammar_param": "guided_choice"}),
         ({"guided_grammar": "g"}, {"grammar": "g", "grammar_param": "guided_grammar"}),
         (
+            {
+                "structured_outputs": {
+                    "regex": "a+",
+                    "json": None,
+                    "whitespace_pattern": None,
+                    "disable_fallback": False,
+                    "disable_any_whitespace": False,
+                    "disable_additional_properties": False,
+                }
+            },
+            {"regex": "a+", "grammar_param": "structured_outputs.regex"},
+        ),
+        (
             {"structured_outputs": {"json": False}},
             {"json_schema": False, "grammar_param": "structured_outputs.json"},
         ),
@@ -101,6 +114,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    (
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+    ),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
 ]
 
