@@ -224,7 +224,7 @@ async def test_echo_without_generating_scores_the_prompt_and_says_nothing_else(e
         assert values == [None] + [-0.5] * (len(ids("the quick")) - 1)
         assert len(choice["logprobs"]["tokens"]) == len(values)
         assert choice.get("token_ids", []) == []
-        plain = {key: choice[key] for key in ("index", "text", "logprobs", "finish_reason")}
+        plain = {key: choice[key] for key in joined(events, choice["index"])}
         assert joined(events, choice["index"]) == plain
     assert whole["usage"]["completion_tokens"] == 0
     assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] == len(ids("the quick"))
