@@ -131,6 +131,7 @@ class Engine:
             self._profiler,
             settle=self._settle_all,
             end=self._end,
+            move=self._move_blocks,
             clock=clock,
         )
         self._stats_at = clock()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ostinato.errors import EngineError, RequestError
-from ostinato.runtime.kv_sizer import KVSizer
+from ostinato.runtime.kv_sizer import KVSizer, Moves
 from ostinato.runtime.messages import (
     Call,
     CallDone,
@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class EngineCalls:
-    """Answers calls. `settle` settles every step in flight, `end` ends live requests; both return events."""
+    """Answers calls. `settle` settles every step in flight, `end` ends live requests; both return events.
+
+    `move` moves the content of blocks, as `KVSizer.cut` wants it.
+    """
 
     def __init__(
         self,
@@ -44,10 +47,11 @@ class EngineCalls:
         *,
         settle: Callable[[], list[TokenEvent]],
         end: Callable[[Iterable[str]], list[TokenEvent]],
+        move: Callable[[Moves], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._sizer, self._sleeper, self._profiler = scheduler, sizer, sleeper, profiler
-        self._settle, self._end, self._clock = settle, end, clock
+        self._settle, self._end, self._move, self._clock = settle, end, move, clock
         self._kv_target_bytes: int | None = None
 
     def answer(self, call: Call) -> tuple[CallDone, list[TokenEvent]]:
@@ -59,6 +63,7 @@ class EngineCalls:
                 case KVTarget(target_bytes=target):
                     self._sizer.set_target(target)
                     self._kv_target_bytes = target
+                    events = self._cut()
                 case Sleep(level=level):
                     self._sleeper.check(level)
                     events = self._settle()
@@ -90,3 +95,13 @@ class EngineCalls:
             seconds=self._clock() - began,
         )
         return CallDone(call_id=call.call_id, state=state, **news), events
+
+    def _cut(self) -> list[TokenEvent]:
+        """Take away what is above a new target now, so that the answer tells what is held from here on."""
+        self._sizer.grow(self._scheduler.blocks_wanted())
+        if not self._sizer.wants_quiet:
+            return []
+        events = self._settle()
+        self._sizer.cut(self._move)
+        self._sizer.wait()
+        return events

@@ -169,6 +169,10 @@ class KVSizer:
         self._memory.shrink_to(self._blocks.committed)
         log.info("KV memory: %d -> %d blocks, %d of them moved", before, self._blocks.committed, len(moves))
 
+    def wait(self) -> None:
+        """Return when memory that was taken away is free. For calls of an operator, not for steps."""
+        self._memory.wait()
+
     def shrink(self) -> None:
         """The engine rests: give the unused tail back, cached prefixes too, down to what was there at start.
 

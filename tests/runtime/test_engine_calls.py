@@ -1,7 +1,20 @@
 """Calls of an operator: the prefix cache is forgotten, requests are ended, with their blocks."""
 
-from ostinato.runtime.messages import CallDone, EndRequests, ResetPrefixCache
-from tests.support.engine_runs import events_of, finish, generate, greedy, prompt_of, tokens_of, toy_engine
+import pytest
+
+from ostinato.runtime.config import KVConfig
+from ostinato.runtime.frames import Message
+from ostinato.runtime.messages import CallDone, EndRequests, KVTarget, ResetPrefixCache
+from tests.support.engine_runs import (
+    BLOCK_BYTES,
+    events_of,
+    finish,
+    generate,
+    greedy,
+    prompt_of,
+    tokens_of,
+    toy_engine,
+)
 from tests.support.toy_model import ToyModel
 
 TOY = ToyModel()
@@ -65,3 +78,24 @@ def test_ended_requests_have_one_end_and_their_blocks_are_back_with_the_answer()
             assert reasons == ["abort"]
         assert call(engine, EndRequests(call_id=3)).count == 0
         assert generate(engine, greedy("next", PROMPT)) == {"next": TOY.greedy(PROMPT, 8)}
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_answer_to_a_target_tells_what_is_held_from_then_on(is_busy: bool):
+    mib = 1 << 20
+    kv = KVConfig(initial_mib=48, max_gib=0.0625, headroom_gib=0)  # it goes back in steps of 16 MiB
+    with toy_engine(kv=kv) as engine:
+        news: list[Message] = []
+        if is_busy:
+            engine.inbox.put(greedy("long", PROMPT, 60))
+            news += engine.step() + engine.step()
+        assert engine.stats().kv_bytes_committed == 48 * mib
+        state = call(engine, KVTarget(call_id=1, target_bytes=20 * BLOCK_BYTES), news).state
+        assert state is not None
+        assert (state.kv_bytes, state.kv_target_bytes) == (16 * mib, 20 * BLOCK_BYTES)
+        assert engine.stats().blocks_committed == 20
+        news += finish(engine)
+        assert engine.stats().kv_bytes_committed == 16 * mib
+        if is_busy:
+            assert tokens_of(news, "long") == TOY.greedy(PROMPT, 60)
+        engine.check()

@@ -164,14 +164,14 @@ def test_targets_that_change_all_the_time_change_no_answer():
     ]
     sizes, moves = set(), 0
     with toy_engine(scheduler=SchedulerConfig(max_running=6, max_step_tokens=64)) as engine:
-        really_move = engine._move_blocks
+        really_move = engine._scheduler.move_blocks
 
         def counted(pairs):
             nonlocal moves
             moves += len(pairs)
             really_move(pairs)
 
-        engine._move_blocks = counted
+        engine._scheduler.move_blocks = counted
         engine.inbox.put(*requests)
         news = engine.step()
         while engine.has_work:
