@@ -70,6 +70,11 @@ class ServerMetrics:
         self.registry.register(self.between_tokens_s)
         self.whole_s = self._histogram("request_seconds", "Arrival to last token of a sequence")
         self.queued_s = self._histogram("queue_seconds", "Arrival to the first step of a sequence")
+        self.prefill_s = self._histogram("prefill_seconds", "First step to first token of a sequence")
+        self.decode_s = self._histogram("decode_seconds", "First to last token of a sequence")
+        self.per_token_s = self._histogram(
+            "time_per_output_token_seconds", "Mean time per token behind the first, of a sequence"
+        )
         self.prompt_length = self._lengths("prompt_length_tokens", "Prompt tokens of a sequence")
         self.answer_length = self._lengths("answer_length_tokens", "Generated tokens of a sequence")
         self._http_s = Histogram(
@@ -179,6 +184,12 @@ class SequenceClock:
         times = self.times
         times.ended, times.outcome = time.monotonic(), outcome
         self._metrics.whole_s.observe(times.ended - times.started)
+        if times.first_token is not None and times.last_token is not None:
+            first, took = times.first_token - times.started, times.last_token - times.first_token
+            self._metrics.prefill_s.observe(max(0.0, first - (times.queued_s or 0.0)))
+            self._metrics.decode_s.observe(took)
+            if times.generated_tokens > 1:
+                self._metrics.per_token_s.observe(took / (times.generated_tokens - 1))
         self._metrics.answer_length.observe(times.generated_tokens)
         self._metrics.spent(self._record, 0, times.generated_tokens)
         self._metrics.ended(outcome)

@@ -1,5 +1,6 @@
 """/v1/models, /health, /metrics, /config, /version, /tokenize, /detokenize."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import ostinato
@@ -72,6 +73,35 @@ def test_metrics_show_every_number_of_the_engine_under_a_name_of_its_own():
     assert {getattr(stats, name) for name in whole} <= shown
     assert 'ostinato_eager_steps_total{reason="too_large"} 77.0' in text
     assert "ostinato_stalled_seconds 7.0" in text
+
+
+def test_times_of_a_sequence_are_split_into_queue_prefill_and_decode(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("ostinato.runtime.http.metrics.time.monotonic", lambda: now[0])
+    metrics = ServerMetrics(EngineStats, lambda: 0.0)
+    for tokens in ([1, 1, 2], [1], []):  # a token each 0.25 s; one token; ended before the first
+        clock = metrics.clock(3)
+        clock.times.started = now[0]
+        now[0] += 1.5
+        if tokens:
+            clock.queued(1.0)
+        for count in tokens:
+            clock.tokens(count)
+            now[0] += 0.25 * count
+        clock.end("stop")
+    text = metrics.render().decode()
+    samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+    told = {
+        name: (samples[f"ostinato_{name}_seconds_count"], samples[f"ostinato_{name}_seconds_sum"])
+        for name in ("queue", "prefill", "decode", "time_per_output_token", "request")
+    }
+    assert told == {
+        "queue": (2, 2.0),
+        "prefill": (2, 1.0),
+        "decode": (2, 0.5),
+        "time_per_output_token": (1, 0.5 / 3),
+        "request": (3, 1.5 * 3 + 1.25),
+    }
 
 
 async def test_two_servers_in_one_process_count_for_themselves():
