@@ -98,6 +98,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "responses": lambda: field_table(own_fields(ResponsesRequest, Wire)),
     "responses_others": lambda: other_fields(ResponsesRequest),
     "pooling": lambda: field_table(own_fields(PoolingRequest, Wire)),
+    "pooling_others": lambda: other_fields(PoolingRequest),
     "embeddings": lambda: field_table(own_fields(EmbeddingRequest, PoolingRequest)),
     "score": lambda: field_table(own_fields(ScoreRequest, PoolingRequest)),
     "rerank": lambda: field_table(own_fields(RerankRequest, PoolingRequest)),

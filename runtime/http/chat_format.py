@@ -55,7 +55,7 @@ def template_tools(fields: ToolTemplateRequest, template: str) -> list[dict[str,
     if not fields.tools:
         return None
     _check_shown(template)
-    return [tool.model_dump(exclude_none=True) for tool in fields.tools]
+    return [tool.model_dump(exclude_none=True) for tool in fields.shown_tools]
 
 
 def thinking_variables(fields: ToolTemplateRequest, template: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def thinking_variables(fields: ToolTemplateRequest, template: str) -> dict[str, 
 
 
 def _may_call(fields: ToolRequest) -> bool:
-    return bool(fields.tools) and fields.tool_choice != "none"
+    return bool(fields.tools) and fields.choice != "none"
 
 
 def check_tools(state: ServerState, fields: ToolRequest, template: str) -> None:
@@ -137,11 +137,11 @@ def chat_sampling(
 
 def _call_grammar(state: ServerState, fields: ToolRequest, content: str | None) -> tuple[str, str] | None:
     """The field that asks for it, and the grammar. `content`: of `response_format`."""
-    choice = fields.tool_choice or "auto"
+    choice = fields.choice
     if not fields.tools or state.formats.tools is None:
         return None
     grammar = tool_call_grammar(
-        [tool.model_dump(exclude_none=True) for tool in fields.tools],
+        [tool.model_dump(exclude_none=True) for tool in fields.shown_tools],
         choice if isinstance(choice, str) else choice.model_dump(),
         state.formats.tools.name,
         token_id=state.text.token_id,
@@ -152,7 +152,7 @@ def _call_grammar(state: ServerState, fields: ToolRequest, content: str | None) 
         return None
     if choice != "auto":
         return "tool_choice", grammar
-    is_strict = any(tool.function.strict for tool in fields.tools)
+    is_strict = any(tool.function.strict for tool in fields.shown_tools)
     return "tools" if is_strict else "response_format", grammar
 
 
@@ -187,7 +187,7 @@ def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:
     """How the choices of this answer are read."""
     formats, codec = state.formats, state.text.codec
     calls = _may_call(fields)
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in fields.tools or ()}
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in fields.shown_tools}
     continued = _open_thoughts(state, fields)
     one_call = calls and fields.parallel_tool_calls is False
 

@@ -14,6 +14,13 @@ from ostinato.runtime.http.wire import STRICT, Whole, Wire, optional, required
 MAX_INPUTS = 2048  # OpenAI's limit
 
 _IGNORED = frozenset({"user"})
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {  # of vLLM, Jina and Cohere, with what is done here anyway
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "max_tokens_per_doc": (),
+    "mm_processor_kwargs": ({},),
+    "truncation_side": ("right",),
+}
 
 
 Input = Annotated[
@@ -40,7 +47,7 @@ class PoolingRequest(Wire):
     """What the three routes have in common."""
 
     ignored: ClassVar[frozenset[str]] = _IGNORED
-    unsupported: ClassVar[dict[str, tuple[object, ...]]] = {}
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = _UNSUPPORTED
 
     truncate_prompt_tokens: Kept | None = optional(
         "of a longer input the first so many tokens are used, special tokens counted and kept; of a pair the "

@@ -51,17 +51,41 @@ class NamedChoice(BaseModel):
     function: NamedFunction
 
 
+class AllowedTools(BaseModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    model_config = STRICT
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(BaseModel):
+    """`tool_choice` of some of the tools."""
+
+    model_config = STRICT
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def _choice_kind(value: object) -> str | None:
-    return "#word" if isinstance(value, str) else "#named" if isinstance(value, dict) else None
+    if isinstance(value, str):
+        return "#word"
+    if not isinstance(value, dict):
+        return None
+    return "#allowed" if value.get("type") == "allowed_tools" else "#named"
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("#word")] | Annotated[NamedChoice, Tag("#named")],
+    Annotated[Literal["none", "auto", "required"], Tag("#word")]
+    | Annotated[NamedChoice, Tag("#named")]
+    | Annotated[AllowedChoice, Tag("#allowed")],
     Discriminator(
         _choice_kind,
         custom_error_type="choice_kind",
-        custom_error_message="must be none, auto, required or one function: "
-        '{"type": "function", "function": {"name": ...}}',
+        custom_error_message="must be none, auto, required, one function: "
+        '{"type": "function", "function": {"name": ...}}, or allowed_tools',
     ),
 ]
 
@@ -96,13 +120,20 @@ class ToolTemplateRequest(Wire):
         """Names in the order of `tools`."""
         return tuple(tool.function.name for tool in self.tools or ())
 
+    @property
+    def shown_tools(self) -> list[ToolSpec]:
+        """The tools that the model is told of."""
+        return self.tools or []
+
 
 class ToolRequest(ToolTemplateRequest):
     """What is made of the answer."""
 
     tool_choice: ToolChoice | None = optional(
         "`none`: tools are shown to the model, calls are not looked for. `auto`: it may call. `required`, or "
-        'one function as `{"type": "function", "function": {"name": ...}}`: it must',
+        'one function as `{"type": "function", "function": {"name": ...}}`: it must. `{"type": '
+        '"allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`: `auto` or `required`, and the '
+        "model is shown those tools alone",
         "auto",
     )
     parallel_tool_calls: bool | None = optional("false: the answer ends behind its first call", "true")
@@ -114,11 +145,30 @@ class ToolRequest(ToolTemplateRequest):
             return self
         if not self.tools:
             raise PydanticCustomError("needs_tools", "needs tools", {"at": "tool_choice"})
-        if (
-            isinstance(self.tool_choice, NamedChoice)
-            and self.tool_choice.function.name not in self.tool_names
-        ):
-            raise PydanticCustomError(
-                "unknown_tool", "is not among the tools", {"at": "tool_choice.function.name"}
-            )
+        named: dict[str, NamedChoice] = {}
+        if isinstance(self.tool_choice, NamedChoice):
+            named["tool_choice"] = self.tool_choice
+        elif isinstance(self.tool_choice, AllowedChoice):
+            allowed = enumerate(self.tool_choice.allowed_tools.tools)
+            named = {f"tool_choice.allowed_tools.tools[{at}]": one for at, one in allowed}
+        for at, one in named.items():
+            if one.function.name not in self.tool_names:
+                raise PydanticCustomError(
+                    "unknown_tool", "is not among the tools", {"at": f"{at}.function.name"}
+                )
         return self
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedChoice:
+        """`tool_choice` with regard to `shown_tools`."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode
+        return self.tool_choice or "auto"
+
+    @property
+    def shown_tools(self) -> list[ToolSpec]:
+        """The tools that the model is told of: those that `tool_choice` allows."""
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return self.tools or []
+        allowed = {one.function.name for one in self.tool_choice.allowed_tools.tools}
+        return [tool for tool in self.tools or () if tool.function.name in allowed]

@@ -1,4 +1,4 @@
-"""Fields of the Responses and Messages APIs: each is read, without effect, or refused by its name."""
+"""Fields of the Responses, Messages and pooling APIs: each is read, dropped, or refused by its name."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from ostinato.runtime.http import messages_prompt, responses_prompt
 from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
+from ostinato.runtime.http.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from ostinato.runtime.http.responses_schema import ResponsesRequest
 from ostinato.runtime.http.shared_sampling import SharedSampling
 from ostinato.runtime.http.wire import Wire
@@ -19,6 +20,9 @@ LEAST: dict[type[Wire], dict[str, Any]] = {
     ResponsesRequest: {"input": "x"},
     MessagesRequest: MESSAGE,
     CountRequest: {"messages": MESSAGE["messages"]},
+    EmbeddingRequest: {"input": "x"},
+    ScoreRequest: {"text_1": "x", "text_2": "y"},
+    RerankRequest: {"query": "x", "documents": ["y"]},
 }
 SCHEMAS = pytest.mark.parametrize("schema", LEAST, ids=lambda schema: schema.__name__)
 

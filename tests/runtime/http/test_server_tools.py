@@ -161,6 +161,35 @@ async def test_a_call_that_must_be_made_becomes_a_grammar_behind_the_thoughts(ch
         assert server.state.text.decode(after) == "</think>"
 
 
+async def test_of_the_tools_only_those_that_are_allowed_are_shown_and_called():
+    now = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+
+    def allowed(mode: str, *tools: object) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+    async with served(CALL) as server:
+        for mode in ("auto", "required"):
+            streamed, whole = await both(server, tools=[WEATHER, now], tool_choice=allowed(mode, named))
+            assert streamed == whole
+            assert whole["calls"] == [{"name": "get_weather", "arguments": ARGUMENTS}]
+            request = server.engine.requests[-1]
+            prompt = server.state.text.decode(request.prompt_token_ids, skip_special=False)
+            assert ('"get_weather"' in prompt, '"now"' in prompt) == (True, False)
+            grammar = request.sampling.grammar or ""
+            assert ("get_weather" in grammar, "now" in grammar) == (mode == "required", False)
+        other = {"type": "function", "function": {"name": "other"}}
+        wrong = [
+            (allowed("auto", named, other), "tool_choice.allowed_tools.tools[1].function.name"),
+            (allowed("auto"), "tool_choice.allowed_tools.tools"),
+            (allowed("none", named), "tool_choice.allowed_tools.mode"),
+            ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ]
+        for choice, param in wrong:
+            status, body = await server.post(CHAT, {**ASK, "tool_choice": choice})
+            assert (status, body["error"]["param"]) == (400, param)
+
+
 async def test_strict_tools_become_a_grammar_and_others_do_not():
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     async with served(CALL) as server:
