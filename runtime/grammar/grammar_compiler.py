@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.grammar.grammar_spec import GrammarSpec
 from ostinato.runtime.grammar.lark_text import WHITE_SPACE
-from ostinato.runtime.grammar.structural_tags import read_tags, tags_grammar
+from ostinato.runtime.grammar.structural_tags import structural_tag_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -128,8 +128,8 @@ class GrammarCompiler:
             return LLMatcher.grammar_from_regex(spec.text)
         if spec.kind == "tags":
             assert self._text_tokenizer is not None, "read before"
-            tags = read_tags(json.loads(spec.text), "tags")
-            return LLMatcher.grammar_from_lark(tags_grammar(tags, token_id=self._text_tokenizer.token_to_id))
+            wanted, token_id = json.loads(spec.text), self._text_tokenizer.token_to_id
+            return LLMatcher.grammar_from_lark(structural_tag_grammar(wanted, "tags", token_id))
         text = spec.text
         if "::=" in text:
             from llguidance.gbnf_to_lark import any_to_lark

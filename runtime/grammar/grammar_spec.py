@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.grammar.lark_text import json_value, one_of
-from ostinato.runtime.grammar.structural_tags import read_tags
+from ostinato.runtime.grammar.structural_tags import structural_tag_grammar
 from ostinato.runtime.messages import SamplingParams
 
 MAX_GRAMMAR_BYTES = 256 << 10  # an enum of 20 000 words, 300 KiB, compiles in 66 ms
@@ -118,7 +118,7 @@ def _response_format(wanted: Mapping[str, Any], param: str) -> GrammarSpec:
 
 
 def _tags(wanted: Mapping[str, Any], param: str) -> GrammarSpec:
-    read_tags(wanted, param)
+    structural_tag_grammar(wanted, param)
     return GrammarSpec("tags", _json(wanted, param))
 
 

@@ -2,7 +2,8 @@
 
     {"structures": [{"begin": "<f=add>", "schema": {...}, "end": "</f>"}], "triggers": ["<f="]}
 
-as in vLLM's `response_format` of type `structural_tag`. A tag's `begin` starts with one of the triggers.
+as in vLLM's `response_format` of type `structural_tag`. A tag's `begin` starts with one of the triggers. The
+newer notation, a `format` instead of both, is read by `tag_formats.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.grammar.lark_text import TokenId, is_token, json_value, quoted, sequence, text
+from ostinato.runtime.grammar.tag_formats import format_grammar
 
 MAX_TAGS = 256
 _KEYS = {"type", "structures", "triggers"}
@@ -26,6 +28,15 @@ class Tag(NamedTuple):
     end: str
 
 
+def structural_tag_grammar(wanted: Mapping[str, Any], param: str, token_id: TokenId | None = None) -> str:
+    """Lark of a whole answer by either notation. Raises InvalidRequest that says where it is wrong."""
+    if "format" not in wanted:
+        return tags_grammar(read_tags(wanted, param), token_id=token_id)
+    for other in sorted(wanted.keys() - {"type", "format"}):
+        raise InvalidRequest(f"{param}.{other}: has no place beside format", param=param)
+    return format_grammar(wanted["format"], param, token_id=token_id)
+
+
 def read_tags(wanted: Mapping[str, Any], param: str) -> list[Tag]:
     """Tags of a request. Raises InvalidRequest that says where it is wrong."""
 
@@ -34,7 +45,7 @@ def read_tags(wanted: Mapping[str, Any], param: str) -> list[Tag]:
 
     unknown = sorted(wanted.keys() - _KEYS)
     if unknown:
-        raise refuse(unknown[0], 'is not supported; give "structures" and "triggers"')
+        raise refuse(unknown[0], 'is not supported; give "structures" and "triggers", or "format" alone')
     structures, triggers = wanted.get("structures"), wanted.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
         raise refuse("triggers", "give a list of texts, none of them empty")

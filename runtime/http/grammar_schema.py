@@ -98,19 +98,37 @@ class StructuralTagFormat(BaseModel):
     triggers: Annotated[list[str], Field(min_length=1, max_length=256)]
 
 
+class TagFormat(BaseModel):
+    """The same as a tree of formats; `runtime/grammar/tag_formats.py` reads it."""
+
+    model_config = STRICT
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any]  # Any: formats in each other
+
+
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def _format_kind(value: object) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return f"#{kind}" if kind in _FORMATS else None
+    if not isinstance(value, dict) or (kind := value.get("type")) not in _FORMATS:
+        return None
+    return "#tag_format" if kind == "structural_tag" and "format" in value else f"#{kind}"
+
+
+def _tag_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "#text"
+    kind = _format_kind(value)
+    return kind if kind in ("#structural_tag", "#tag_format") else None
 
 
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("#text")]
     | Annotated[JsonObjectFormat, Tag("#json_object")]
     | Annotated[JsonSchemaFormat, Tag("#json_schema")]
-    | Annotated[StructuralTagFormat, Tag("#structural_tag")],
+    | Annotated[StructuralTagFormat, Tag("#structural_tag")]
+    | Annotated[TagFormat, Tag("#tag_format")],
     Discriminator(
         _format_kind,
         custom_error_type="format_kind",
@@ -118,6 +136,17 @@ ResponseFormat = Annotated[
     ),
 ]
 
+
+StructuralTag = Annotated[
+    Annotated[StructuralTagFormat, Tag("#structural_tag")]
+    | Annotated[TagFormat, Tag("#tag_format")]
+    | Annotated[str, Tag("#text")],
+    Discriminator(
+        _tag_kind,
+        custom_error_type="tag_kind",
+        custom_error_message="must be an object of type structural_tag, or its text",
+    ),
+]
 
 # Of vLLM's fields those that choose how white space and fallbacks are; nothing falls back here.
 _NOT_OURS: dict[str, tuple[object, ...]] = {
@@ -138,7 +167,7 @@ class StructuredOutputs(BaseModel):
     choice: ChoiceTexts | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
-    structural_tag: StructuralTagFormat | None = None
+    structural_tag: StructuralTag | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -199,8 +228,15 @@ def _structured(outputs: StructuredOutputs) -> list[tuple[str, dict[str, Any]]]:
     if outputs.json_object:
         given.append(("json_object", {"response_format": {"type": "json_object"}}))
     if outputs.structural_tag is not None:
-        dumped = outputs.structural_tag.model_dump(by_alias=True, exclude_none=True)
-        given.append(("structural_tag", {"response_format": dumped}))
+        tag: Any = outputs.structural_tag  # Any: what the client wrote
+        param = "structured_outputs.structural_tag"
+        if isinstance(tag, str):
+            tag = parse(tag, param, param=param)
+            if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
+                raise InvalidRequest(f"{param}: must be an object of type structural_tag", param=param)
+        else:
+            tag = tag.model_dump(by_alias=True, exclude_none=True)
+        given.append(("structural_tag", {"response_format": {**tag, "type": "structural_tag"}}))
     if not given:
         raise InvalidRequest(
             "structured_outputs: asks for nothing; give json, regex, choice, grammar, json_object or "

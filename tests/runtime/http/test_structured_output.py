@@ -34,6 +34,13 @@ TAGS = {
     "structures": [{"begin": "<f>", "schema": {}, "end": "<"}],
     "triggers": ["<f"],
 }
+TAG_FORMAT = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [{"type": "const_string", "value": "It is "}, {"type": "any_text"}],
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +80,15 @@ TAGS = {
             {"structured_outputs": {"json_object": True}},
             {"response_format": {"type": "json_object"}, "grammar_param": "structured_outputs.json_object"},
         ),
-        (
-            {"structured_outputs": {"structural_tag": TAGS}},
-            {"response_format": TAGS, "grammar_param": "structured_outputs.structural_tag"},
+        *(
+            (
+                {"structured_outputs": {"structural_tag": written}},
+                {"response_format": tag, "grammar_param": "structured_outputs.structural_tag"},
+            )
+            for tag in (TAGS, TAG_FORMAT)
+            for written in (tag, json.dumps(tag))
         ),
+        ({"response_format": TAG_FORMAT}, {"response_format": TAG_FORMAT}),
     ],
 )
 def test_every_way_to_ask_reaches_the_engine(fields: dict[str, Any], params: dict[str, Any]):
@@ -114,6 +126,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    *(
+        ({"structured_outputs": {"structural_tag": wrong}}, "structured_outputs.structural_tag")
+        for wrong in (7, "[]", "{", '{"type": "json_object"}', {"type": "text"})
+    ),
+    ({"response_format": {"type": "structural_tag", "format": 7}}, "response_format.format"),
     (
         {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
         "structured_outputs.whitespace_pattern",
@@ -168,6 +185,12 @@ async def test_answers_match_on_both_routes_streamed_and_whole(tmp_path: Path):
         for choice in answer["choices"]:
             assert choice["finish_reason"] == "stop"
             assert re.fullmatch("[a-z]{3}[0-9]{2}", choice["text"])
+        status, answer = await post(url, CHAT, {**chat, "response_format": TAG_FORMAT})
+        assert answer["choices"][0]["message"]["content"].startswith("It is ")
+        wrong = {"type": "structural_tag", "format": {"type": "const_string"}}
+        status, answer = await post(url, CHAT, {**chat, "response_format": wrong})
+        assert (status, answer["error"]["param"]) == (400, "response_format")
+        assert "response_format.format.value: give a text" in answer["error"]["message"]
         status, raw = await post(
             url, COMPLETE, {**text, "stream": True, "structured_outputs": {"choice": ["yes", "no"]}}
         )
