@@ -35,13 +35,16 @@ _NAMES = {
 def chat_of(fields: PromptRequest) -> tuple[ChatRequest, FieldNames]:
     """The same request for the chat route, and what its fields are called here."""
     messages, origins = _messages(fields)
+    thinking = _thinking(fields)
     names = FieldNames(_NAMES, origins)
+    if fields.output_config is not None and thinking["reasoning_effort"] == fields.output_config.effort:
+        names = FieldNames({**_NAMES, "reasoning_effort": "output_config.effort"}, origins)
     values: dict[str, object] = {
         **(fields.shared() if isinstance(fields, MessagesRequest) else {}),
         "chat_template_kwargs": fields.chat_template_kwargs,
         "messages": messages,
         **_tools(fields),
-        **_thinking(fields),
+        **thinking,
     }
     if fields.messages[-1].role == "assistant":  # the answer goes on where the client's words end
         values |= {"add_generation_prompt": False, "continue_final_message": True}

@@ -16,7 +16,11 @@ IGNORED = frozenset(
 )
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "container": (),
-    "context_management": (),
+    # to keep all thoughts: nothing is ever cleared
+    "context_management": (
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
     "fallbacks": ([],),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),

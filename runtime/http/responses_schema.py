@@ -14,6 +14,7 @@ from ostinato.runtime.http.wire import STRICT, Whole, optional, required
 
 IGNORED = frozenset(
     {
+        "client_metadata",
         "max_tool_calls",  # counts calls of hosted tools; there are none
         "prompt_cache_key",
         "prompt_cache_options",
