@@ -132,7 +132,7 @@ async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequ
     caller = _caller()
     earlier: tuple[str, ...] = ()
     if (before := fields.previous_response_id) is not None:
-        earlier = responses.stored(before, caller.name).history
+        earlier = responses.stored(before, caller.name, param="previous_response_id").history
     new = [_resolved(item, at, responses, caller.name) for at, item in enumerate(input_items(fields))]
     _check_ids(new)
     chat, names = chat_of(fields, [ITEM.validate_json(item) for item in earlier], new)

@@ -98,13 +98,15 @@ class Responses:
             return dump(background.run.answer.body())
         return self.stored(response_id, owner).body
 
-    def stored(self, response_id: str, owner: str) -> StoredResponse:
-        """A finished response. ResponseNotFound also while it is being made."""
+    def stored(self, response_id: str, owner: str, *, param: str | None = None) -> StoredResponse:
+        """A finished response. ResponseNotFound also while it is being made; `param`: the field to blame."""
         stored = self.store.get(response_id, owner)
         if stored is None:
             raise ResponseNotFound(
-                f"response {response_id[:80]!r} is not here: it was not stored, is not finished, its time "
-                "(server.store_ttl_s) is over, or newer ones needed its room (server.store_mib)"
+                f"{'' if param is None else f'{param}: '}response {response_id[:80]!r} is not here: it was not "
+                "stored, is not finished, its time (server.store_ttl_s) is over, or newer ones needed its room "
+                "(server.store_mib)",
+                param=param,
             )
         return stored
 

@@ -124,8 +124,9 @@ async def test_a_response_is_there_until_deleted_and_for_its_key_only(client: As
         with pytest.raises(openai.NotFoundError) as missing:
             await ask(made.id)
         assert missing.value.code == "response_not_found"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="previous_response_id: response") as missing:
         await client.responses.create(model="toy", input="x", previous_response_id=made.id)
+    assert missing.value.param == "previous_response_id"
     unstored = await client.responses.create(model="toy", input="Hello", store=False)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(unstored.id)
