@@ -102,10 +102,10 @@ class Responses:
         """A finished response. ResponseNotFound also while it is being made; `param`: the field to blame."""
         stored = self.store.get(response_id, owner)
         if stored is None:
+            blamed = "" if param is None else f"{param}: "
             raise ResponseNotFound(
-                f"{'' if param is None else f'{param}: '}response {response_id[:80]!r} is not here: it was not "
-                "stored, is not finished, its time (server.store_ttl_s) is over, or newer ones needed its room "
-                "(server.store_mib)",
+                f"{blamed}response {response_id[:80]!r} is not here: it was not stored, is not finished, its "
+                "time (server.store_ttl_s) is over, or newer ones needed its room (server.store_mib)",
                 param=param,
             )
         return stored
