@@ -16,7 +16,7 @@ from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.named_events import stream_frames
 from ostinato.runtime.http.request_record import CURRENT
 from ostinato.runtime.http.request_rules import read_request
-from ostinato.runtime.http.responses_items import ITEM, Item, ItemReference
+from ostinato.runtime.http.responses_items import ITEM, Item, ItemReference, MessageItem, TextPart
 from ostinato.runtime.http.responses_prompt import chat_of, input_items
 from ostinato.runtime.http.responses_render import ResponseAnswer, response_id
 from ostinato.runtime.http.responses_runs import RESPONSES, ResponseRun, Responses
@@ -145,7 +145,7 @@ async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequ
         names=names,
         answer=answer,
         earlier=earlier,
-        new=tuple(_with_id(item) for item in new),
+        new=tuple(_as_listed(item) for item in new),
         keeps=fields.store is not False,
         background=bool(fields.background),
     )
@@ -172,11 +172,16 @@ def _check_ids(items: Sequence[Item]) -> None:
             seen.add(item.id)
 
 
-def _with_id(item: Item) -> str:
+def _as_listed(item: Item) -> str:
+    """An input item as `/input_items` gives it: with an id, a message with its text in parts."""
+    update: dict[str, object] = {}
     if item.id is None:
-        made = new_id(_ID_PREFIX.get(item.type, "msg")).replace("-", "_")
-        item = item.model_copy(update={"id": made})
-    return item.model_dump_json(exclude_none=True)
+        update["id"] = new_id(_ID_PREFIX.get(item.type, "msg")).replace("-", "_")
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        answer = item.role == "assistant"
+        made = TextPart(type="output_text" if answer else "input_text", text=item.content)
+        update["content"] = [made.model_copy(update={"annotations": []}) if answer else made]
+    return item.model_copy(update=update).model_dump_json(exclude_none=True)
 
 
 async def _frames(state: ServerState, responses: Responses, run: ResponseRun) -> AsyncGenerator[bytes]:

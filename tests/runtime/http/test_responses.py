@@ -108,9 +108,20 @@ async def test_a_conversation_goes_on_by_id_and_by_sending_items_back(client: As
     await client.responses.create(model="toy", input="Third", previous_response_id=second.id)
     assert by_id.rstrip("\n") in prompt_of(served)
     listed = await client.responses.input_items.list(second.id)
-    assert [
-        item.content[0].text if not isinstance(item.content, str) else item.content for item in listed.data
-    ] == ["More"]
+    assert [[part.text for part in item.content] for item in listed.data] == [["More"]]
+
+
+async def test_listed_messages_have_parts_whatever_the_client_sent(client: AsyncOpenAI):
+    said = ["Hello", [{"type": "input_text", "text": "again"}]]
+    items = [{"role": "user", "content": said[0]}, {"role": "assistant", "content": "Hi"}]
+    made = await client.responses.create(model="toy", input=[*items, {"role": "user", "content": said[1]}])
+    listed = (await client.responses.input_items.list(made.id, order="asc")).data
+    assert [[(part.type, part.text) for part in item.content] for item in listed] == [
+        [("input_text", "Hello")],
+        [("output_text", "Hi")],
+        [("input_text", "again")],
+    ]
+    assert listed[1].content[0].annotations == []
 
 
 async def test_a_response_is_there_until_deleted_and_for_its_key_only(client: AsyncOpenAI, served: Served):
