@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic_core import PydanticCustomError
+
+_LONGEST = 64  # characters of a name that is compared with others: comparing takes their square
 
 
 def keep_known(
@@ -32,7 +35,9 @@ def keep_known(
                 said = f"is not supported; leave it out or give {accepted}"
                 raise PydanticCustomError("unsupported", "{said}", {"at": name, "said": said})
         elif name not in ignored:
-            raise PydanticCustomError("unknown_field", "is not a known field", {"at": name})
+            near = difflib.get_close_matches(name, known, 1, 0.8) if len(name) <= _LONGEST else []
+            said = "is not a known field" + "".join(f"; did you mean {one!r}?" for one in near)
+            raise PydanticCustomError("unknown_field", "{said}", {"at": name, "said": said})
     return kept
 
 

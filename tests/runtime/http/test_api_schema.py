@@ -156,6 +156,9 @@ def test_what_asks_for_nothing_is_taken():
 def test_unknown_field_is_refused_by_name():
     error = refused(ChatRequest, {**CHAT, "tempo": 1})
     assert (error.param, str(error)) == ("tempo", "tempo: is not a known field")
+    near = refused(ChatRequest, {**CHAT, "max_token": 1})
+    assert str(near) == "max_token: is not a known field; did you mean 'max_tokens'?"
+    assert "did you mean" not in str(refused(ChatRequest, {**CHAT, "max_tokens" * 10: 1}))
 
 
 def test_required_field_is_named():
