@@ -237,7 +237,7 @@ def _error_response(error: Exception, request: web.Request) -> web.Response:
         headers["Allow"] = ", ".join(sorted(error.allowed_methods))
         error = WrongMethod(f"{request.method} is not allowed here; use {headers['Allow']}")
     elif isinstance(error, web.HTTPNotFound):
-        error = UnknownRoute(f"no such path: {request.method} {request.path[:200]}")
+        error = UnknownRoute(f"no such path: {request.method} {request.path[:200]}{_meant(request)}")
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         error = BodyTooLarge(str(error.text))
     elif isinstance(error, web.HTTPException):
@@ -253,6 +253,18 @@ def _error_response(error: Exception, request: web.Request) -> web.Response:
     anthropic = wants_anthropic(request)
     body = anthropic_error_body(error, request[REQUEST_ID]) if anthropic else error_body(error)
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def _meant(request: web.Request) -> str:
+    """For clients whose base address has too much or too little in it, the path that they want."""
+    path = request.path
+    for resource in request.app.router.resources():
+        known = resource.canonical
+        if known.startswith("/v1/") and (
+            f"/v1{path}" == known or path.endswith(known) or path.startswith(f"{known}/")
+        ):
+            return f"; did you mean {known}? See the base address that your client is given"
+    return ""
 
 
 @web.middleware

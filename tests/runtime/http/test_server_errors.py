@@ -130,11 +130,29 @@ async def test_unknown_model_is_404_and_names_the_served_one(served: Served):
 async def test_unknown_path_is_404_and_wrong_method_405_in_the_same_format(served: Served):
     status, body = await served.get("/v1/nothing")
     assert (status, body["error"]["code"]) == (404, "unknown_url")
+    assert body["error"]["message"] == "no such path: GET /v1/nothing"
     async with served.http.get(served.url + CHAT) as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
         assert (await response.json())["error"]["code"] == "method_not_allowed"
     async with served.http.delete(served.url + "/health") as response:
         assert response.status == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/chat/completions/chat/completions", CHAT),
+        ("/v1/chat/completions/", CHAT),
+    ],
+)
+async def test_a_wrong_base_address_is_answered_with_the_path_that_was_meant(
+    served: Served, path: str, meant: str
+):
+    status, body = await served.post(path, GOOD)
+    assert status == 404
+    assert f"POST {path}; did you mean {meant}?" in body["error"]["message"]
 
 
 async def chunks(total_mib: int) -> AsyncIterator[bytes]:
