@@ -50,7 +50,7 @@ _MESSAGE_WORTH = 64  # characters; what a template writes around a message
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Parse, tokenize, generate, format."""
+    """An answer to a conversation, whole or streamed."""
     state = request.app[STATE]
     fields = await read_request(request, ChatRequest)
     state.check_open()

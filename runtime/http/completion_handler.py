@@ -41,7 +41,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's default for this route
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Parse, tokenize, generate, format."""
+    """A continuation of text or token ids, whole or streamed."""
     state = request.app[STATE]
     fields = await read_request(request, CompletionRequest)
     state.check_open()

@@ -120,7 +120,7 @@ class LiveStatus:
         self._read: dict[str, Compiled | None] = {}
 
     async def answer(self, request: web.Request) -> web.Response:
-        """What the engine does now, and what the artifact is. Raises EngineDead."""
+        """What the engine does now, and what the artifact is."""
         state = request.app[STATE]
         settings = state.engine_config
         folder = state.engine.info.artifact

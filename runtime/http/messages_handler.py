@@ -22,7 +22,7 @@ from ostinato.runtime.http.server_state import REQUEST_ID, STATE, ServerState
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
-    """Parse, tokenize, generate, format."""
+    """An answer to a conversation in Anthropic's form, whole or streamed."""
     state = request.app[STATE]
     fields = await read_request(request, MessagesRequest)
     state.check_open()

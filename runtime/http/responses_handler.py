@@ -49,7 +49,7 @@ def add_response_routes(app: web.Application) -> None:
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """Parse, tokenize, generate, format, keep."""
+    """An answer as items, whole, streamed or made in the background; kept unless `store` is false."""
     state, responses = request.app[STATE], request.app[RESPONSES]
     fields = await read_request(request, ResponsesRequest)
     state.check_open()
