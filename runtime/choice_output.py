@@ -125,7 +125,7 @@ class ChoiceOutput:
         self.stop_token_id = event.stop_token_id
         last = self._detokenizer.finish()
         if self._parser is not None:
-            events = self._parser.push(last) + self._parser.finish()
+            events = self._parser.push(last) + self._parser.finish(by_itself=reason == "stop")
         else:
             events = [Content(last)] if last else []
         if self._tell(events, told) and not _is_cut(told):

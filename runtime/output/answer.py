@@ -48,12 +48,13 @@ class Answer:
         self.num_thoughts = 0
         self.is_thinking = False
         self.has_content = False  # text that is not white space
+        self.ended_itself = False  # the text is over, and nothing cut it
         self._tools = tools
         self._new_id, self._on_call = new_id, on_call
         self._events: list[Event] = []
         self._space = ""
         self._behind_call = False
-        self._open = False
+        self._open = self._has_arguments = False
 
     def take(self) -> list[Event]:
         """The events since the last time."""
@@ -102,7 +103,7 @@ class Answer:
     def start_call(self, name: str) -> None:
         """Begin a call."""
         assert not self._open, "calls do not nest"
-        self._space, self._open = "", True
+        self._space, self._open, self._has_arguments = "", True, False
         self._on_call()
         self._events.append(CallStart(self.num_calls, self._new_id(), name))
         self.num_calls += 1
@@ -110,11 +111,15 @@ class Answer:
     def arguments(self, text: str) -> None:
         """More of the arguments of the open call."""
         if text:
+            self._has_arguments = True
             self._events.append(CallArguments(self.num_calls - 1, text))
 
     def end_call(self, *, whole: bool = True) -> None:
-        """End the open call."""
+        """End the open call. One that a model ends by itself before any argument has none: `{}`."""
         assert self._open, "a call is open"
+        if not whole and self.ended_itself and not self._has_arguments:
+            self.arguments("{}")
+            whole = True
         self._open, self._behind_call = False, True
         self._events.append(CallEnd(self.num_calls - 1, whole))
 

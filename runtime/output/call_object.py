@@ -19,17 +19,28 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[\w.\-]{1,256}", text) is not None
 
 
-def arguments(read: TextReader, answer: Answer) -> Steps[bool]:
+def arguments(read: TextReader, answer: Answer, *, ends: tuple[str, ...] = ()) -> Steps[bool]:
     """The arguments of the open call, one JSON value. False if the text ends in it.
 
-    `null` and `""` are `{}`, a string that holds JSON is that JSON; anything else is passed on as it is.
+    `null`, `""` and nothing at all in front of one of `ends`, which stays, are `{}`; a string that holds
+    JSON is that JSON; anything else is passed on as it is.
     """
     yield from read.take_while(SPACE)
+    if ends and (end := (yield from read.accept(*ends))):
+        read.put_back(end)
+        answer.arguments("{}")
+        return True
     char = yield from read.peek()
     if char == "{":
         return (yield from json_value(read, answer.arguments))
     literal: list[str] = []
-    whole = yield from json_value(read, literal.append)
+    if ends and char not in ("[", '"'):  # no JSON of more than a word: a marker is none of it
+        if end := (yield from read.until(ends, literal.append)):
+            read.put_back(end)
+        literal = ["".join(literal).strip()]
+        whole = bool(literal[0])
+    else:
+        whole = yield from json_value(read, literal.append)
     text = "".join(literal)
     if not whole and not (text == "" and (yield from read.peek())):
         answer.arguments(text)

@@ -50,7 +50,7 @@ class DeepSeek(ToolFormat):
             yield from read.accept_end("json")
             yield from read.take_while(SPACE)
         answer.start_call(name)
-        answer.end_call(whole=(yield from arguments(read, answer)))
+        answer.end_call(whole=(yield from arguments(read, answer, ends=("```", _CALL_END))))
         yield from read.take_while(SPACE)
         if fenced and (yield from read.accept_end("```")):
             yield from read.take_while(SPACE)

@@ -55,7 +55,7 @@ class _Harmony(OutputFormat):
 
     def _call(self, read: TextReader, answer: Answer, name: str) -> Steps[None]:
         answer.start_call(name)
-        whole = yield from arguments(read, answer)
+        whole = yield from arguments(read, answer, ends=_ENDS)
         answer.end_call(whole=whole)
         yield from read.take_while(SPACE)
         yield from read.accept_end(*_ENDS)

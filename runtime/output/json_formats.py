@@ -87,10 +87,10 @@ class Mistral(MarkedJson):
         name = "".join(header).strip()
         if (yield from read.accept("[CALL_ID]")):
             yield from read.until_char("{[", lambda _: None)
-        yield from read.accept("[ARGS]")
+        begun = yield from read.accept("[ARGS]")
         yield from read.take_while(SPACE)
         char = yield from read.peek()
-        if char != "{" or not is_name(name):
+        if (char or ("{" if begun else "")) != "{" or not is_name(name):
             return False
         answer.start_call(name)
         answer.end_call(whole=(yield from arguments(read, answer)))

@@ -57,8 +57,9 @@ class OutputParser:
         self._read.feed(text)
         return self._advance()
 
-    def finish(self) -> list[Event]:
-        """Events of what was held back: no more text comes."""
+    def finish(self, *, by_itself: bool = False) -> list[Event]:
+        """Events of what was held back: no more text comes. `by_itself`: the model has ended it."""
+        self._answer.ended_itself = by_itself
         self._read.end()
         return self._advance()
 

@@ -256,6 +256,21 @@ async def test_an_answer_cut_in_a_call_ends_with_length():
     assert call["name"] == "get_weather"
 
 
+async def test_a_call_that_ends_with_eos_before_its_arguments_has_none_and_one_cut_there_nothing():
+    """Case B07: the token that ends a call of gpt-oss is an EOS, which is not in the text."""
+    text = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+    template = TEMPLATE + "{# <|channel|> <|message|> #}"
+    async with served(text, template=template, tool_parser="gpt_oss", reasoning_parser="gpt_oss") as server:
+        streamed, whole = await both(server)
+        assert streamed == whole
+        assert whole["calls"] == [{"name": "now", "arguments": "{}"}]
+        assert whole["finish_reason"] == "tool_calls"
+        size = len(tokenizer().encode(text, add_special_tokens=False).ids)
+        streamed, whole = await both(server, max_tokens=size)
+        assert streamed == whole
+        assert (whole["calls"], whole["finish_reason"]) == ([{"name": "now", "arguments": ""}], "length")
+
+
 async def test_thinking_may_begin_in_the_prompt_and_stay_out_of_the_answer():
     async with served("hm</think>yes") as server:
         streamed, whole = await both(server, chat_template_kwargs={"enable_thinking": True})

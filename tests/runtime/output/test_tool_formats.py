@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.runtime.output.events import CallStart, Content
+from ostinato.runtime.output.events import CallEnd, CallStart, Content
 from ostinato.runtime.output.registry import tool_format, tool_names
 from tests.support.parsed_text import calls, content, cut, events, parser
 
@@ -219,11 +219,75 @@ def test_missing_empty_and_falsy_arguments(written: str, arguments: str):
         ("pythonic", "<|python_start|>[switch()]<|python_end|>"),
         ("gpt_oss", "<|channel|>commentary to=functions.switch<|message|>{}<|call|>"),
         ("gpt_oss", "<|start|>assistant to=functions.switch<|channel|>commentary json<|message|>{}"),
+        ("gpt_oss", "<|channel|>commentary to=functions.switch<|message|><|call|>"),
+        ("gpt_oss", "<|channel|>commentary to=functions.switch<|message|> <|end|>"),
+        ("deepseek_v3", f"{D_CALL}switch{D_SEP}{D_CALL_END}{D_CALLS_END}"),
+        ("deepseek_v3", f"{D_CALLS}{D_CALL}function{D_SEP}switch\n```json\n\n```{D_CALL_END}"),
+        ("qwen3_xml", "<tool_call><function=switch></function></tool_call>"),
+        ("minimax", '<minimax:tool_call><invoke name="switch"></invoke></minimax:tool_call>'),
+        ("pythonic", "[switch( )]"),
+        ("gemma4", "<|tool_call>call:switch{ }<tool_call|>"),
     ],
 )
 def test_other_spellings_of_a_call_without_arguments(name: str, text: str):
     found = every_cut(name, text)
     assert (calls(found), content(found)) == ([("switch", "{}")], "")
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>{}</tool_call>"), ("llama3_json", "{}"), ("granite", "<tool_call>[{}]"),
+        ("phi", "<|tool_call|>[{}]<|/tool_call|>"), ("mistral", "[TOOL_CALLS] [{}]"),
+    ],
+)  # fmt: skip
+def test_every_json_format_reads_no_arguments_as_an_empty_object(name: str, text: str, key: str):
+    """Case B07."""
+    for said, arguments in (
+        ("", "{}"), (f',"{key}":null', "{}"), (f',"{key}":""', "{}"), (f',"{key}":{{ }}', "{}"),
+        (f',"{key}":{{"x":0}}', '{"x":0}'), (f',"{key}":{{"x":[]}}', '{"x":[]}'),
+    ):  # fmt: skip
+        found = every_cut(name, text.replace("{}", f'{{"name":"switch"{said}}}'))
+        assert (calls(found), content(found)) == ([("switch", arguments)], "")
+    early = text.replace("{}", f'{{"{key}":{{}},"name":"switch"}}')
+    assert calls(every_cut(name, early)) == [("switch", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt_oss", "<|channel|>commentary to=functions.switch <|constrain|>json<|message|>"),
+        ("deepseek_v3", f"{D_CALLS}{D_CALL}switch{D_SEP}"),
+        ("mistral", "[TOOL_CALLS]switch[ARGS]"),
+        ("hermes", '<tool_call>{"name": "switch", "arguments": '),
+    ],
+)
+def test_a_call_that_the_model_ends_before_its_arguments_has_none_and_one_that_is_cut_has_nothing(
+    name: str, text: str
+):
+    """The token that ends a call of gpt-oss is an EOS, which the text does not have."""
+    for pieces in ([text], list(text)):
+        for by_itself, arguments in ((True, "{}"), (False, "")):
+            made = parser(None, name, tools=NAMES)
+            found = [one for piece in pieces for one in made.push(piece)]
+            found += made.finish(by_itself=by_itself)
+            assert calls(found) == [("switch", arguments)]
+            assert isinstance(found[-1], CallEnd)
+            assert found[-1].whole == by_itself
+
+
+@pytest.mark.parametrize("written", ["null", "none at all, {sorry}", "7"])
+def test_a_marker_behind_arguments_that_are_no_object_is_no_part_of_them(written: str):
+    told = "{}" if written == "null" else written
+    for name, text in (
+        ("gpt_oss", f"<|channel|>commentary to=functions.switch<|message|>{written}<|call|>"),
+        ("gpt_oss", f"<|channel|>commentary to=functions.switch<|message|>{written}"),
+        ("deepseek_v3", f"{D_CALL}switch{D_SEP}{written}{D_CALL_END}"),
+        ("deepseek_v3", f"{D_CALL}function{D_SEP}switch\n```json\n{written}\n```{D_CALL_END}"),
+    ):
+        found = every_cut(name, text)
+        assert (calls(found), content(found)) == ([("switch", told)], "")
 
 
 def test_arguments_are_as_the_model_wrote_them_whatever_a_schema_says():
