@@ -12,7 +12,7 @@ from ostinato.bench.answer_tally import WRONG_SHAPE
 from ostinato.bench.load_item import LoadItem
 from ostinato.bench.request_record import RequestRecord
 from ostinato.bench.sender import Sender
-from ostinato.bench.target import TargetSettings
+from ostinato.bench.target import TargetSettings, base_of
 from ostinato.errors import ConfigError
 
 _AGAIN_S = 0.5
@@ -22,7 +22,7 @@ async def find_model(http: aiohttp.ClientSession, target: TargetSettings) -> str
     """`target.model`, or the first that the server lists, within `ready_timeout_s`."""
     if target.model:
         return target.model
-    url = target.url.rstrip("/") + "/v1/models"
+    url = base_of(target) + "/v1/models"
     end = time.monotonic() + target.ready_timeout_s
     while True:
         try:
@@ -68,7 +68,7 @@ async def call_hook(http: aiohttp.ClientSession, target: TargetSettings, path: s
     """POST to a profiler's path. ConfigError when the server refuses: a run without it would mislead."""
     if not path:
         return
-    url = target.url.rstrip("/") + path
+    url = base_of(target) + path
     key = {"Authorization": f"Bearer {target.profile_key}"} if target.profile_key else {}
     try:
         async with http.post(url, json={}, headers=key) as response:

@@ -17,7 +17,7 @@ BackendName = Literal["openai", "openai-chat", "embeddings", "rerank"]
 class TargetSettings(Section):
     """The server under test."""
 
-    url: str = Field("http://127.0.0.1:8000", description="base address of the server")
+    url: str = Field("http://127.0.0.1:8000", description="address of the server, with or without /v1")
     backend: BackendName = Field("openai-chat", description="API: completions, chat, embeddings or rerank")
     endpoint: str = Field("", description="path instead of the backend's usual one")
     model: str = Field("", description="model to ask for; empty: the first that /v1/models lists")
@@ -54,9 +54,19 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
+def base_of(target: TargetSettings) -> str:
+    """Address of the server, without the /v1 that OpenAI's clients are given. ConfigError for no URL."""
+    if not target.url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {target.url[:80]!r}: must begin with http:// or https://")
+    return target.url.rstrip("/").removesuffix("/v1")
+
+
 def url_of(target: TargetSettings) -> str:
-    """Where requests go."""
-    return target.url.rstrip("/") + (target.endpoint or BACKENDS[target.backend].path)
+    """Where requests go. An endpoint of the user's own follows the address as it was given."""
+    base = base_of(target)
+    if target.endpoint:
+        return target.url.rstrip("/") + target.endpoint
+    return base + BACKENDS[target.backend].path
 
 
 def streams(target: TargetSettings) -> bool:

@@ -16,7 +16,7 @@ from ostinato.bench.request_record import RequestRecord
 from ostinato.bench.sender import Sender, open_session
 from ostinato.bench.summary import SummarySettings
 from ostinato.bench.sweep import Watcher, run_sweep
-from ostinato.bench.target import TargetSettings
+from ostinato.bench.target import TargetSettings, url_of
 from ostinato.errors import ConfigError
 from tests.support.scripted_http import chat, event, plays, scripted, used
 
@@ -250,6 +250,23 @@ async def test_the_ready_check_waits_for_a_start_and_says_what_a_refusal_said():
             await sweep(server.url, target={"profile_start": "/nowhere"}, data={"num_prompts": 1})
     with pytest.raises(ConfigError, match=r"does not answer.*is the server running there"):
         await sweep(server.url, target={"ready_timeout_s": 0})
+
+
+@pytest.mark.parametrize(
+    ("given", "goes_to"),
+    [
+        ({"url": "http://a:1/v1/"}, "http://a:1/v1/chat/completions"),
+        ({"url": "http://a:1/x"}, "http://a:1/x/v1/chat/completions"),
+        ({"url": "http://a:1/v1", "endpoint": "/chat"}, "http://a:1/v1/chat"),
+    ],
+)
+def test_an_address_with_v1_is_that_without(given: dict[str, str], goes_to: str):
+    assert url_of(TargetSettings(**given)) == goes_to
+
+
+def test_an_address_without_a_scheme_is_refused():
+    with pytest.raises(ConfigError, match=r"^--url 'localhost:8000': must begin with http://"):
+        url_of(TargetSettings(url="localhost:8000"))
 
 
 @pytest.mark.parametrize(
