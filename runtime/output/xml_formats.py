@@ -40,13 +40,16 @@ class _Tags(ToolFormat):
         return (self.end,) if answer.num_calls else ()
 
     def region(self, read: TextReader, answer: Answer, start: str) -> Steps[bool]:
-        yield from read.take_while(SPACE)
+        bare = start == self.call  # the tag around the call was left out
+        if not bare:
+            yield from read.take_while(SPACE)
         first = True
-        while (yield from read.accept(self.call)):
+        while (bare and first) or (yield from read.accept(self.call)):
             name: list[str] = []
-            ended = yield from read.until((self.tag_end,), name.append)
+            yield from read.until_char(f"{self.tag_end[0]}\n", name.append)
+            ended = yield from read.accept(self.tag_end)
             called = "".join(name).strip()
-            if not ended or not is_name(called):
+            if not ended or not is_name(called) or (bare and first and not answer.knows(called)):
                 return not first
             first = False
             answer.start_call(called)
@@ -65,6 +68,12 @@ class _Tags(ToolFormat):
         while True:
             yield from read.take_while(SPACE)
             if (yield from read.accept(self.call_end)):
+                answer.arguments("}")
+                return True
+            # whoever ends a call without its tag has ended its arguments
+            if end := (yield from read.accept(self.end)):
+                read.put_back(end)
+            if end or ((yield from read.peek()) == "" and answer.ended_itself):
                 answer.arguments("}")
                 return True
             if not (yield from read.accept(self.parameter)):
@@ -108,10 +117,10 @@ class _Tags(ToolFormat):
 
 
 class Qwen3Xml(_Tags):
-    """Qwen3-Coder and Qwen 3.5: inside of `<tool_call>`."""
+    """Qwen3-Coder and Qwen 3.5: inside of `<tool_call>`, which they leave out at times."""
 
     name = "qwen3_xml"
-    starts = ("<tool_call>",)
+    starts = ("<tool_call>", "<function=")
     end = "</tool_call>"
     call, tag_end, call_end, parameter = "<function=", ">", "</function>", "<parameter="
 

@@ -277,6 +277,34 @@ def test_a_call_that_the_model_ends_before_its_arguments_has_none_and_one_that_i
             assert found[-1].whole == by_itself
 
 
+def test_tags_that_the_model_leaves_out_around_a_call_are_not_missed():
+    inside = "<function=switch>\n<parameter=s>\nx\n</parameter>\n"
+    for text in (
+        f"{inside}</function>\n</tool_call>",
+        f"{inside}</function>",
+        f"{inside}</tool_call>",
+        f"<tool_call>\n{inside}</tool_call>",
+    ):
+        found = every_cut("qwen3_xml", text)
+        assert (calls(found), content(found)) == ([("switch", '{"s":"x"}')], "")
+    two = every_cut("qwen3_xml", f"I look. {inside}</function>\n<function=now>\n</function> ok")
+    assert (calls(two), content(two)) == ([("switch", '{"s":"x"}'), ("now", "{}")], "I look. ok")
+    invoke = '<minimax:tool_call><invoke name="switch"><parameter name="s">x</parameter></minimax:tool_call>'
+    assert calls(every_cut("minimax", invoke)) == [("switch", '{"s":"x"}')]
+    for text in (
+        "a <function=other>\n</function>",
+        "a <function=",
+        "<function=a b> <function=\n",
+        "<function",
+    ):
+        assert every_cut("qwen3_xml", text) == [Content(text)]
+    for by_itself, arguments in ((True, '{"s":"x"}'), (False, '{"s":"x"')):
+        made = parser(None, "qwen3_xml", tools=NAMES)
+        assert calls(made.push(f"<tool_call>\n{inside}") + made.finish(by_itself=by_itself)) == [
+            ("switch", arguments)
+        ]
+
+
 @pytest.mark.parametrize("written", ["null", "none at all, {sorry}", "7"])
 def test_a_marker_behind_arguments_that_are_no_object_is_no_part_of_them(written: str):
     told = "{}" if written == "null" else written
