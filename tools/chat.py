@@ -11,8 +11,11 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from ostinato.errors import RequestError
+from pydantic import ValidationError
+
+from ostinato.errors import ConfigError, RequestError
 from ostinato.runtime.messages import SamplingParams
+from ostinato.runtime.request_check import check_task
 from ostinato.tools.flags import add_flags, config_from, user_path
 
 if TYPE_CHECKING:
@@ -33,9 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ostinato.runtime.llm import LLM
 
     config = config_from(arguments)
+    _check_flags(arguments)  # before the model is loaded
     if "log_level" not in config.model_fields_set:
         config = config.model_copy(update={"log_level": "WARNING"})
     with LLM(arguments.path, config=config) as llm:
+        check_task("generate", llm.info)
         sampling = _sampling(arguments, llm.text.defaults.model_dump())
         if sampling.max_tokens is None:  # a small model may ramble to the end of its window
             sampling = sampling.model_copy(update={"max_tokens": 1024})
@@ -56,6 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
                 else:
                     messages.append({"role": "assistant", "content": answer})
     return 0
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    try:
+        _sampling(arguments, {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{flag} {first['input']}: {first['msg']}; see --help") from None
 
 
 def _sampling(arguments: argparse.Namespace, defaults: dict[str, object]) -> SamplingParams:

@@ -4,12 +4,15 @@ import argparse
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 import ostinato
-from ostinato.errors import ConfigError, ModelError
-from ostinato.runtime.messages import SamplingParams
+from ostinato.errors import ConfigError, ModelError, WrongTask
+from ostinato.graph.facts import PoolingFacts
+from ostinato.runtime import llm
+from ostinato.runtime.messages import EngineInfo, SamplingParams
 from ostinato.runtime.request_output import CompletionOutput
 from ostinato.tools import chat, compile_model, inspect_artifact, main, serve
 
@@ -137,6 +140,26 @@ def test_chat_sampling_is_the_models_own_unless_a_flag_says_otherwise():
     assert (own.temperature, own.top_p, own.max_tokens) == (0.3, 0.9, None)
     asked = chat._sampling(parsed(chat, "x", "--temperature", "0", "--max-tokens", "5"), defaults)
     assert (asked.temperature, asked.top_p, asked.max_tokens) == (0.0, 0.9, 5)
+
+
+def test_chat_refuses_a_wrong_sampling_flag_before_it_loads_the_model(tmp_path):
+    for flag, value, says in (("--max-tokens", "0", "equal to 1"), ("--temperature", "-1", "equal to 0")):
+        with pytest.raises(ConfigError, match=rf"^{flag} {value}.*{says}; see --help"):
+            chat.run(parsed(chat, str(tmp_path / "absent"), flag, value))
+
+
+def test_chat_refuses_a_model_that_does_not_generate_at_once(monkeypatch):
+    class Embedder(nullcontext):
+        info = EngineInfo.model_construct(
+            model="mini", pooling=PoolingFacts(task="embed", pooling="mean", size=2, causal=False)
+        )
+
+        def __enter__(self):
+            return self
+
+    monkeypatch.setattr(llm, "LLM", lambda path, config: Embedder())
+    with pytest.raises(WrongTask, match="mini cannot generate"):
+        chat.run(parsed(chat, "x"))
 
 
 def test_chat_prints_why_an_answer_broke_off(capsys):
