@@ -9,6 +9,7 @@ import time
 from ostinato import log
 from ostinato.tools.flags import add_flags, config_from, user_path
 from ostinato.tools.main import run_command
+from ostinato.tools.unknown_flags import parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def main() -> int:
     """Entry point of the `compile-model` script."""
     parser = argparse.ArgumentParser(prog="compile-model", description=__doc__)
     add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parse(parser, sys.argv[1:])
     return run_command(lambda: run(arguments))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ostinato import __version__
 from ostinato.errors import EngineError
+from ostinato.tools.unknown_flags import parse
 
 # command -> (module, one line of help); a module has add_arguments(parser) and run(arguments) -> exit code
 COMMANDS = {
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         sub = commands.add_parser(name, help=text, description=text)
         if name == wanted:  # only the command that runs is imported: the others may need torch
             importlib.import_module(f"ostinato.tools.{module}").add_arguments(sub)
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     command = importlib.import_module(f"ostinato.tools.{COMMANDS[arguments.command][0]}")
     return run_command(lambda: int(command.run(arguments)))
 

@@ -37,6 +37,30 @@ def test_a_wrong_command_line_ends_with_2(words, capsys):
     assert "usage: ostinato" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("serve x --port=8001", "serve: error: --port: no such flag; did you mean --server.port?"),
+        ("serve x --server.prt 1", "serve: error: --server.prt: no such flag; did you mean --server.port?"),
+        ("serve x --quantize int4", "serve: error: --quantize: no such flag; see --help"),
+        ("serve x y", "serve: error: unrecognized arguments: y; see --help"),
+        (
+            "compile x --kv.max-gib 3",
+            "compile: error: --kv.max-gib: not here, where it would have no effect; `ostinato serve` has it",
+        ),
+        (
+            "bench serve --num-prompt=5 --rate 3",
+            "bench serve: error: --rate: no such flag; did you mean --request-rate or --ramp-start-rate?",
+        ),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(words: str, says: str, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ostinato", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"ostinato {says}\n")
+
+
 def test_an_error_for_the_user_is_one_line_and_exit_code_2(tmp_path, capsys):
     assert main.main(["inspect", str(tmp_path / "absent")]) == 2
     out, err = capsys.readouterr()
