@@ -49,7 +49,13 @@ class CudaKernel:
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
 
     def launch(
-        self, grid: int, args: Sequence[Any], constants: Mapping[str, int], *, threads: int, shared: int
+        self,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        constants: Mapping[str, int],
+        *,
+        threads: int,
+        shared: int,
     ) -> None:
         """Launch on the current stream as a dependent kernel. `constants` decide the variant alone."""
         device = torch._C._cuda_getDevice()
@@ -64,7 +70,7 @@ class CudaKernel:
                     return
             binary, cubin = STORE.get(variant.key, lambda: self.compile(variant, capability(device)))
             launcher = self._launchers[key] = Launcher(binary, cubin, device)
-        launcher((grid,), args)
+        launcher(grid, args)
 
     def _variant(self, constants: Mapping[str, int], threads: int, shared: int) -> Variant:
         said = ",".join(f"{name}={value}" for name, value in constants.items())
@@ -151,26 +157,44 @@ def can_map(matrix: Matrix) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def matrix_map(matrix: Matrix, box_rows: int) -> bytes:
-    """A CUtensorMap for the copy engine: boxes of `box_rows` rows by 64 columns, swizzled by 128 bytes.
+    """A CUtensorMap for boxes of `box_rows` rows by 64 columns, swizzled by 128 bytes."""
+    shape, box = (matrix.columns, matrix.rows), (_ROW // 2, box_rows)
+    return box_map(Boxes(matrix.address, shape, (matrix.stride,), box, matrix.dtype))
 
-    What lies outside of the matrix is read as zeros. EngineError: the driver refused it.
+
+class Boxes(NamedTuple):
+    """16-bit values in GPU memory and what of them is copied at once; the innermost dimension comes first."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # values from one to the next, of all dimensions but the innermost
+    box: tuple[int, ...]  # its innermost side is 64 values, the swizzle's 128 bytes
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1 << 14)
+def box_map(boxes: Boxes) -> bytes:
+    """A CUtensorMap for the copy engine. What lies outside of the shape is read as zeros.
+
+    EngineError: the driver refused it.
     """
     room = (ctypes.c_char * (2 * _MAP_BYTES))()
     at = -(-ctypes.addressof(room) // 64) * 64  # the driver wants it aligned
+    rank = len(boxes.shape)
     code = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
-        _TYPES[matrix.dtype],
-        2,
-        ctypes.c_void_p(matrix.address),
-        (ctypes.c_uint64 * 2)(matrix.columns, matrix.rows),
-        (ctypes.c_uint64 * 1)(matrix.stride * 2),
-        (ctypes.c_uint32 * 2)(_ROW // 2, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        _TYPES[boxes.dtype],
+        rank,
+        ctypes.c_void_p(boxes.address),
+        (ctypes.c_uint64 * rank)(*boxes.shape),
+        (ctypes.c_uint64 * (rank - 1))(*(stride * 2 for stride in boxes.strides)),
+        (ctypes.c_uint32 * rank)(*boxes.box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
         _SWIZZLE_128,
         _PROMOTE_256,
         0,
     )
     if code:
-        raise EngineError(f"cuTensorMapEncodeTiled failed with {code} for {matrix}, {box_rows} rows at once")
+        raise EngineError(f"cuTensorMapEncodeTiled failed with {code} for {boxes}")
     return ctypes.string_at(at, _MAP_BYTES)

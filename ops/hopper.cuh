@@ -76,7 +76,7 @@ __device__ __forceinline__ u32 packed(float low, float high) {
 // The activation of a gate: 1 silu, 2 gelu_tanh.
 template <int KIND>
 __device__ __forceinline__ float activated(float x) {
-    if constexpr (KIND == 1) return x / (1.0f + __expf(-x));
+    if constexpr (KIND == 1) return __fdividef(x, 1.0f + __expf(-x));
     const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (2.0f - 2.0f / (__expf(2.0f * inner) + 1.0f));
+    return 0.5f * x * (2.0f - __fdividef(2.0f, __expf(2.0f * inner) + 1.0f));
 }

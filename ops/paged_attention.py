@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ostinato.ops import wgmma_prefill
 from ostinato.ops.check import (
     FLOATS,
     INTEGERS,
@@ -191,7 +192,11 @@ def _launch(
     is_mixed = num_seqs > 1  # a lone sequence is one tile of the second kernel
     if is_mixed:
         decode(*inputs, out, scale, window, softcap, singles_only=True)
-    prefill(*inputs, out, scale, window, softcap, min_new=2 if is_mixed else 1)
+    min_new = 2 if is_mixed else 1
+    if wgmma_prefill.can_launch(q_THD, k_cache, v_cache, window, softcap, sinks_H):
+        wgmma_prefill.launch(*inputs[:6], out, scale, min_new=min_new)
+    else:
+        prefill(*inputs, out, scale, window, softcap, min_new=min_new)
     return out
 
 

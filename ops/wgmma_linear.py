@@ -220,7 +220,7 @@ def launch(
         tiles,
     )
     KERNEL.launch(
-        clusters * cluster,
+        (clusters * cluster,),
         args,
         constants,
         threads=groups * 128 + 32,

@@ -24,9 +24,15 @@ class Launched:
     """Stands for the kernel; keeps what it is launched with."""
 
     def launch(
-        self, grid: int, args: Sequence[Any], constants: Mapping[str, int], *, threads: int, shared: int
+        self,
+        grid: tuple[int],
+        args: Sequence[Any],
+        constants: Mapping[str, int],
+        *,
+        threads: int,
+        shared: int,
     ) -> None:
-        self.grid, self.args, self.constants = grid, args, dict(constants)
+        (self.grid,), self.args, self.constants = grid, args, dict(constants)
         self.threads, self.shared = threads, shared
 
 
