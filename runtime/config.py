@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ostinato.errors import ConfigError
 from ostinato.graph.config import GraphConfig
@@ -185,6 +186,12 @@ class ServerConfig(Section):
     max_logprobs: int = Field(20, ge=0, le=1000, description="most alternatives per token")
 
 
+def _as_level(name: str) -> str:
+    if name.lower() not in ("debug", "info", "warning", "error"):
+        raise PydanticCustomError("log_level", "Input should be 'debug', 'info', 'warning' or 'error'")
+    return name
+
+
 class EngineConfig(Section):
     """All settings; the one object that `compile-model`, the server and `LLM` take."""
 
@@ -197,8 +204,8 @@ class EngineConfig(Section):
     profile: ProfileConfig = ProfileConfig()
     server: ServerConfig = ServerConfig()
     max_model_len: int = Field(0, ge=0, description="context window in tokens; 0: the model's own")
-    log_level: str = Field(
-        "INFO", pattern="^(?i:debug|info|warning|error)$", description="least level that is logged"
+    log_level: Annotated[str, AfterValidator(_as_level)] = Field(
+        "INFO", description="least level that is logged: debug, info, warning or error"
     )
 
 
