@@ -25,6 +25,17 @@ def no_such_path(path: object) -> str:
     return f"{path}: no such file or folder; give an artifact, a model folder or a GGUF file"
 
 
+LFS_POINTER = b"version https://git-lfs"
+"""How the small file begins that a clone without Git LFS has in a large one's place."""
+
+
+def is_pointer(path: object) -> str:
+    """What to tell a user whose file is such a pointer."""
+    return (
+        f"{path}: a pointer of Git LFS in place of the file; run `git lfs pull` there, or download the file"
+    )
+
+
 class EngineError(Exception):
     """Root of all errors that ostinato raises on purpose."""
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.errors import ModelError
+from ostinato.errors import LFS_POINTER, ModelError, is_pointer
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
+            if prefix + file.peek(32)[: len(LFS_POINTER) - 8] == LFS_POINTER:
+                raise ModelError(is_pointer(path))
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise ModelError(

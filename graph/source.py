@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ostinato.errors import ModelError, no_such_path
+from ostinato.errors import LFS_POINTER, ModelError, is_pointer, no_such_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -79,8 +79,11 @@ def open_source(path: str | Path) -> ModelSource:
         return HfSource(path)
     if path.is_file():
         with path.open("rb") as file:
-            if file.read(4) == GGUF_MAGIC:
-                return GgufSource(path)
+            begin = file.read(len(LFS_POINTER))
+        if begin.startswith(GGUF_MAGIC):
+            return GgufSource(path)
+        if begin == LFS_POINTER:
+            raise ModelError(is_pointer(path))
         raise ModelError(
             f"{path}: not a model; give a folder with config.json and safetensors, or a GGUF file"
         )

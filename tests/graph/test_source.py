@@ -38,6 +38,14 @@ def test_a_file_that_is_no_model_is_named(tmp_path: Path):
         open_source(tmp_path / "notes.txt")
 
 
+def test_a_pointer_of_git_lfs_is_named(folder: Path, tmp_path: Path):
+    for file in (tmp_path / "model.gguf", folder / "model.safetensors"):
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    for model, file in ((tmp_path / "model.gguf",) * 2, (folder, folder / "model.safetensors")):
+        with pytest.raises(ModelError, match=rf"^{file}: a pointer of Git LFS.*; run `git lfs pull`"):
+            open_source(model)
+
+
 def test_a_folder_without_config_is_named(folder: Path):
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json: missing; a model folder needs it"):
