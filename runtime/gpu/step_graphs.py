@@ -9,11 +9,12 @@ behind. Its logits are there until the next replay.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -160,14 +161,15 @@ class StepGraphs:
         eager = self._body(shape).clone()  # also loads every kernel: nothing may be loaded in a capture
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            logits = self._body(shape)
-        except BaseException:
-            with suppress(RuntimeError):  # it would hide the reason
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        with _no_collection():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                logits = self._body(shape)
+            except BaseException:
+                with suppress(RuntimeError):  # it would hide the reason
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._prepare(shape)
         graph.replay()
         self._stream.synchronize()
@@ -177,6 +179,18 @@ class StepGraphs:
         log.error("graph of %s differs from eager by %g; steps of this shape run uncaptured", shape, off)
         self.eager["self_check"] += 1
         return None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: what an object frees as it goes would spoil the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _unowned(logits: Tensor, graph: torch.cuda.CUDAGraph) -> Tensor:

@@ -1,5 +1,6 @@
 """Capturing: what is replayed equals eager bit by bit, and a full device leaves shapes uncaptured."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +141,23 @@ def test_hot_shapes_and_the_largest_are_there_before_the_rest(make: Any) -> None
     graphs.capture_hot()
     assert {s.tokens for s in graphs._captured} == {1024, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256}
     assert {s.tokens for s in graphs._waiting} == {80, 96, 112, 128, 512}
+
+
+def test_no_garbage_is_collected_while_kernels_are_captured(make: Any) -> None:
+    seen: list[bool] = []
+
+    def body(shape: StepShape) -> Tensor:
+        seen.append(gc.isenabled())
+        return torch.zeros(shape.logit_rows, 8)
+
+    assert capture_all(make(body)) == 3
+    assert seen == [True, False] * 3, "eager, then captured"
+    assert gc.isenabled()
+
+    def fails(shape: StepShape) -> Tensor:
+        if not gc.isenabled():
+            raise RuntimeError("no memory")
+        return torch.zeros(shape.logit_rows, 8)
+
+    assert capture_all(make(fails)) == 0
+    assert gc.isenabled()
