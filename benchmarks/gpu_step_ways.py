@@ -166,15 +166,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="the fastest mix into the GPU's table")
     asked = parser.parse_args(arguments)
     made: list[Row] = []
+    wanted: list[tuple[Layer, Config | Tile]] = []
     with torch.inference_mode():
         bench = Bench(max(MODELS[name].num_bytes for name in asked.models) // 2 + (1 << 29))
         for name in asked.models:
             rows, best = step_rows(name, bench)
             made += rows
-            if asked.write:
-                layers = MODELS[name].layers.values()
-                write_choices([chosen(bench, layer, way) for layer, way in zip(layers, best, strict=True)])
-    write_record("gpu_step_ways", made)
+            wanted += zip(MODELS[name].layers.values(), best, strict=True)
+        write_record("gpu_step_ways", made)  # of the tree as it is committed
+        if asked.write:
+            write_choices([chosen(bench, layer, way) for layer, way in wanted])
 
 
 if __name__ == "__main__":
