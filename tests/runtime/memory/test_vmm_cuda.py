@@ -180,7 +180,8 @@ def test_memory_is_mapped_while_a_kernel_runs_and_unmapped_behind_it():
     pool = pool_of(driver)
     pool.commit(GRANULE_BLOCKS)
     plane = pool.planes()[0]
-    plane[:GRANULE_BLOCKS] = 1.0
+    plane[:GRANULE_BLOCKS] = 0.0
+    plane[:GRANULE_BLOCKS] += 1.0  # a kernel's first use loads it, which may take longer than the sleep
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG_CYCLES)
