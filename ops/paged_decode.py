@@ -203,7 +203,10 @@ def _kernel(  # type: ignore[no-untyped-def]  # Triton
         oldest = tl.maximum(visible - window, 0)
     base = oldest // B * B
     steps = tl.maximum((visible - base + BLOCK_N - 1) // BLOCK_N, 0)
-    run = tl.maximum((steps + num_splits - 1) // num_splits, min_steps)
+    num_runs = tl.maximum(
+        tl.minimum(steps // min_steps, num_splits), 1
+    )  # alike: no short one behind the rest
+    run = (steps + num_runs - 1) // num_runs
     key_first = base + split * run * BLOCK_N
     key_stop = tl.minimum(key_first + run * BLOCK_N, visible)
 
@@ -470,12 +473,13 @@ def _splits(pairs: int, most_keys: int, config: DecodeConfig) -> tuple[int, int]
     """Programs per pair, and the least steps of one of them; from shapes alone.
 
     Enough to fill the GPU when all sequences are alike; in a larger batch more, for sequences that are much
-    longer than `min_steps` steps, while the others leave theirs without keys.
+    longer than `min_steps` steps, while the others leave theirs without keys. Those take time, too, so there
+    are no more of them than a few for each place on the GPU.
     """
     if pairs > _SPLIT_PAIRS:
         return 1, 1
     to_fill = max(_PROGRAMS // pairs, 1)
-    for_long = -(-most_keys // (4 * config.min_steps * config.keys))
+    for_long = min(-(-most_keys // (4 * config.min_steps * config.keys)), 16 * _PROGRAMS // pairs)
     splits = min(max(to_fill, for_long), config.max_splits, max(-(-most_keys // config.keys), 1))
     return splits, max(config.min_steps // to_fill, 1)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.ops import kv_write, paged_attention
+from ostinato.ops import kv_write, paged_attention, paged_decode
 from ostinato.ops.paged_attention import OP, paged_attention_reference
 from tests.support.budget import assert_within_budget
 from tests.support.op_cases import FREED, Heads, PagedCase, dense_attention, masked_attention, paged_case
@@ -104,6 +104,30 @@ def test_keys_split_over_programs_give_the_same_again_and_again(route: str) -> N
     for _ in range(2):
         assert torch.equal(assert_right(route, case, with_sinks=True), first)
     assert first[4].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("route", ROUTES[1:])
+def test_a_few_keys_more_than_one_run_are_no_run_of_their_own(
+    route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to twice the least, one program takes all steps: bit by bit as where nothing is split."""
+    monkeypatch.setattr(paged_decode, "_config", lambda _: paged_decode.DecodeConfig(16, 4, 1, 4, 4))
+    for steps, is_split in ((3, False), (5, False), (7, False), (8, True), (23, True)):
+        case = paged_case([16 * steps - 3, 16 * steps], [1, 1], Heads(4, 2, 16, 16))
+        each = []
+        for splits in (1, 4):
+            monkeypatch.setattr(paged_decode, "_splits", lambda *_, n=splits: (n, 4))
+            each.append(assert_right(route, case))
+        assert torch.equal(*each) != is_split, steps
+
+
+def test_programs_for_long_sequences_are_a_few_for_each_place_on_the_gpu() -> None:
+    config = paged_decode.DecodeConfig(64, 4, 3, 16, 8)
+    assert paged_decode._splits(8, 8192, config) == (16, 1)
+    assert paged_decode._splits(256, 8192, config) == (4, 8)
+    assert paged_decode._splits(2048, 8192, config) == (2, 8)
+    assert paged_decode._splits(2048, 512, config) == (1, 8)
+    assert paged_decode._splits(4097, 131072, config) == (1, 1)
 
 
 @pytest.mark.parametrize("route", ROUTES)
