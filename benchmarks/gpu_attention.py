@@ -25,6 +25,8 @@ from benchmarks.record import Row, write_record
 from ostinato.ops import paged_attention, paged_decode, paged_prefill, rope_attention, rope_kv_write
 
 BLOCK = 16
+CONTEXT = 544  # keys of about the middle step of gpu_engine's decode, in whole blocks
+WINDOW = 8192  # tokens that a block table has room for, as there
 L2_TIMES = 4 * (60 << 20)  # bytes that a race goes through, at least
 
 
@@ -35,8 +37,8 @@ class Model(NamedTuple):
 
 
 MODELS = {"8b": Model(32, 8, 128), "smol": Model(9, 3, 64)}
-DECODE = [("8b", batch, context) for context in (512, 4096) for batch in (1, 8, 32, 128, 256)]
-DECODE += [("smol", batch, 512) for batch in (1, 8, 32)]
+DECODE = [("8b", batch, context) for context in (CONTEXT, 4096) for batch in (1, 8, 32, 128, 256)]
+DECODE += [("smol", batch, CONTEXT) for batch in (1, 8, 32)]
 PREFILL = [("8b", 512), ("8b", 2048), ("8b", 4096), ("smol", 2048)]
 ROPE = [("8b", 1), ("8b", 32), ("8b", 256), ("8b", 4096), ("smol", 1)]
 FUSED = [("8b", batch) for batch in (1, 8, 16, 32, 64, 128, 256)] + [("smol", 1), ("smol", 32)]
@@ -51,6 +53,10 @@ class Step(NamedTuple):
     lengths: Tensor
     starts: Tensor
     scale: float
+
+    def slots(self, position: int) -> Tensor:
+        """Where each sequence has the key of a position."""
+        return self.tables[:, position // BLOCK].long() * BLOCK + position % BLOCK
 
     def calls(self, run: Callable[..., object]) -> Callable[[], object]:
         rest = self.tables, self.lengths, self.starts
@@ -69,7 +75,9 @@ def step(model: Model, batch: int, context: int, new: int) -> Step:
         )
         for _ in range(layers)
     ]
-    tables = torch.randperm(blocks, device="cuda").int().view(batch, -1)
+    used = torch.randperm(blocks, device="cuda").int().view(batch, -1)
+    room = max(WINDOW // BLOCK - used.shape[1], 0)  # a table's width decides how keys are split
+    tables = torch.cat([used, used.new_zeros(batch, room)], 1)
     lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
     starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * new
     q = torch.randn(batch * new, model.heads, model.size, device="cuda", dtype=torch.bfloat16)
@@ -100,9 +108,9 @@ def check(model: Model, given: Step) -> None:
         row, context = token // num_new, k.shape[0] * BLOCK // len(given.lengths)
         visible = context - num_new + token % num_new + 1
         group = model.heads // model.kv_heads
+        blocks = given.tables[row, : -(-context // BLOCK)].long()
         keys, values = (
-            plane[given.tables[row].long()].flatten(0, 1)[:visible].float().repeat_interleave(group, 1)
-            for plane in (k, v)
+            plane[blocks].flatten(0, 1)[:visible].float().repeat_interleave(group, 1) for plane in (k, v)
         )
         scores = torch.einsum("hd,lhd->hl", given.q[token].float(), keys) * given.scale
         truth = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
@@ -212,8 +220,8 @@ def rope_rows(name: str, num_tokens: int, speed: float) -> list[Row]:
 
 
 def fused_rows(name: str, batch: int) -> list[Row]:
-    """rope_attention against the two ops that it stands for, context 512."""
-    model, context = MODELS[name], 512
+    """rope_attention against the two ops that it stands for."""
+    model, context = MODELS[name], CONTEXT
     given = step(model, batch, context, 1)
     width = (model.heads + 2 * model.kv_heads) * model.size
     merged = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
@@ -221,7 +229,7 @@ def fused_rows(name: str, batch: int) -> list[Row]:
     q, k, v = (part.unflatten(1, (-1, model.size)) for part in merged.split(parts, 1))
     half = torch.randn(2, batch, model.size // 2, device="cuda", dtype=torch.bfloat16)
     tables = half.repeat(1, 1, 2).unbind()  # as rope_table makes them: the second half repeats the first
-    slots = given.tables[:, -1].long() * BLOCK + (context - 1) % BLOCK
+    slots = given.slots(context - 1)
     where = given.tables, given.lengths, given.starts, given.scale, 0, 0.0
 
     def together() -> list[Tensor]:

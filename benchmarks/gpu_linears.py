@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_attention import CONTEXT
 from benchmarks.gpu_attention import MODELS as ATTENTION
 from benchmarks.gpu_attention import step as attention_step
 from benchmarks.gpu_graphs import captured, copy_speed, race
@@ -45,7 +46,6 @@ from ostinato.ops.wgmma_linear import Tile
 from ostinato.runtime.gpu.kernel_workers import compile_all as compile_tiles
 
 TUNED = ROOT / "ops" / "tuned"
-CONTEXT = 512  # keys of the attention before an output projection
 
 Key = tuple[bool, int, int, int]  # is gated, most tokens, outputs, width
 Way = Config | Tile

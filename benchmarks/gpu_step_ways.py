@@ -4,8 +4,8 @@
 
 What wins the race of one layer against itself (gpu_linears --tune) need not win a step: a tile's block has a
 multiprocessor for itself, Triton's kernels want L1, and each kernel begins when the one before lets it.  So
-all mixes of the two ways for the five layers race as whole steps at context 512, with norms, rotation and
-attention, and with 75 and 100 percent of L1 as shared memory.  `--write` puts the fastest that the engine
+all mixes of the two ways for the five layers race as whole steps at a context of 544, norms, rotation and
+attention included, and with 75 and 100 percent of L1 as shared memory.  `--write` puts the fastest that the engine
 would run (`share_of_l1`) into ops/tuned/<gpu>.json, as the choices for one token.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_attention import BLOCK
+from benchmarks.gpu_attention import CONTEXT
 from benchmarks.gpu_attention import MODELS as ATTENTION
 from benchmarks.gpu_attention import step as attention_step
 from benchmarks.gpu_graphs import captured, race
@@ -33,7 +33,6 @@ from ostinato.ops.skinny_rows import Config
 from ostinato.ops.wgmma_linear import Tile
 from ostinato.runtime.gpu.gpu_model import share_of_l1
 
-CONTEXT = 512
 HEADS = {"llama-8b": ATTENTION["8b"], "smollm2-135m": ATTENTION["smol"]}
 
 Mix = tuple[Config | Tile, ...]  # of the layers, in their order
@@ -85,7 +84,7 @@ def whole_step(name: str, bench: Bench) -> Callable[[Mix], Tensor]:
     last = bench.weights(head, 1, first)[0]
     given = attention_step(heads, 1, CONTEXT, 1)
     planes = [given.planes[at % len(given.planes)] for at in range(spec.num_layers)]
-    slots = given.tables[:, -1].long() * BLOCK + BLOCK - 1
+    slots = given.slots(CONTEXT - 1)
     embedded = torch.randn(1, block[0].width, device="cuda").bfloat16()
     cos, sin = (torch.randn(1, heads.size, device="cuda").bfloat16() for _ in range(2))
     widths = [count * heads.size for count in (heads.heads, heads.kv_heads, heads.kv_heads)]
