@@ -78,7 +78,7 @@ def layer_graphs(
 
 
 def attention(layer: Layer, x: Tensor) -> Callable[[int], Tensor]:
-    """The x of each copy of a layer: for an output projection what attention to 512 keys gives, else `x`.
+    """The x of each copy of a layer: for an output projection what attention gives, else `x`.
 
     Weights that are on their way while it runs are half of what such a layer costs.
     """

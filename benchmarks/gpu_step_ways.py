@@ -5,8 +5,8 @@
 What wins the race of one layer against itself (gpu_linears --tune) need not win a step: a tile's block has a
 multiprocessor for itself, Triton's kernels want L1, and each kernel begins when the one before lets it.  So
 all mixes of the two ways for the five layers race as whole steps at a context of 544, norms, rotation and
-attention included, and with 75 and 100 percent of L1 as shared memory.  `--write` puts the fastest that the engine
-would run (`share_of_l1`) into ops/tuned/<gpu>.json, as the choices for one token.
+attention included, and with 75 and 100 percent of L1 as shared memory.  `--write` puts the fastest that the
+engine would run (`share_of_l1`) into ops/tuned/<gpu>.json, as the choices for one token.
 """
 
 from __future__ import annotations
