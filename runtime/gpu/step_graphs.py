@@ -147,6 +147,7 @@ class StepGraphs:
             return False
         if replay is not None:
             self._captured[shape] = replay
+        torch.cuda.empty_cache()  # what the uncaptured run left, which is as much as the graphs hold
         self.seconds += time.perf_counter() - began
         self.bytes += max(0, free - torch.cuda.mem_get_info()[0])
         return True
