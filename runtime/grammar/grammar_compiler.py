@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 
 from ostinato.runtime.detokenizer import TokenCodec
 from ostinato.runtime.grammar.grammar_spec import GrammarSpec
-from ostinato.runtime.grammar.lark_text import WHITE_SPACE
+from ostinato.runtime.grammar.lark_text import WHITE_SPACE, schemas_in
+from ostinato.runtime.grammar.schema_fault import schema_fault
 from ostinato.runtime.grammar.structural_tags import structural_tag_grammar
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 MAX_KEPT = 128  # compiled grammars
 MAX_KEPT_BYTES = 4 << 20  # of their texts; what is compiled takes about ten times that
 _OF_SCHEMA = "failed to compile JSON schema: "
+_NO_SCHEMA = ("Invalid type", "type must be", "schema must be")  # what llguidance says without a place
 _MOST_SHOWN = 400  # characters of llguidance's message
 
 
@@ -169,6 +171,9 @@ def _refuse(spec: GrammarSpec, why: str) -> NoReturn:
     hint = ""
     if "x-guidance" in spec.text and _OF_SCHEMA in why:  # Lark of ours: its lines tell a client nothing
         why = why.partition(_OF_SCHEMA)[2].partition("\n")[0]
+    if spec.kind != "regex" and why.startswith(_NO_SCHEMA):
+        given = [json.loads(spec.text)] if spec.kind == "json_schema" else schemas_in(spec.text)
+        why = next((fault for one in given if (fault := schema_fault(one))), why)
     if spec.kind != "regex" and why.startswith("Unimplemented keys"):
         hint = '; take them out, or give "strict": false to have them ignored'
     why = " ".join(why.split())[:_MOST_SHOWN]

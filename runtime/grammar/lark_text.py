@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 TokenId = Callable[[str], int | None]
@@ -60,6 +61,15 @@ def json_value(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> st
     options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     body = {"allOf": [schema]} if isinstance(schema, bool) else dict(schema)
     return "%json " + json.dumps({**body, "x-guidance": options}, ensure_ascii=False)
+
+
+def schemas_in(grammar: str) -> list[Any]:  # Any: JSON
+    """The JSON schemas of a grammar, as far as they can be read."""
+    found = []
+    for piece in grammar.split("%json")[1:]:
+        with suppress(ValueError):
+            found.append(json.JSONDecoder().raw_decode(piece.lstrip())[0])
+    return found
 
 
 def one_of(texts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import pytest
 from ostinato.runtime.grammar import grammar_compiler
 from ostinato.runtime.grammar.grammar_compiler import BadGrammar, GrammarCompiler
 from ostinato.runtime.grammar.grammar_spec import GrammarSpec
+from ostinato.runtime.grammar.lark_text import json_value
 from tests.support.grammar_runs import ids_of, toy_compiler
 
 
@@ -29,8 +30,14 @@ def accepts(compiler: GrammarCompiler, spec: GrammarSpec, text: str) -> bool:
 
 
 BAD = [
-    (schema({"type": "object", "properties": {"foo": "bar"}}), "schema must be an object"),
-    (schema({"type": "objekt"}), "Invalid type: objekt"),
+    (schema({"type": "object", "properties": {"foo": "bar"}}), 'properties.foo: got "bar"; give an object'),
+    (schema({"type": "objekt"}), 'type: got "objekt"; types are string, number'),
+    (schema({"items": {"type": "strng"}}, lenient=True), 'items.type: got "strng"; types are'),
+    (schema({"properties": {"type": {"type": 5}}}), "properties.type.type: got 5; types are"),
+    (
+        GrammarSpec("grammar", 'start: "a" ' + json_value({"anyOf": [{}, {"type": "strng"}]}) + "\n"),
+        'anyOf[1].type: got "strng"',
+    ),
     (schema({"type": "string", "pattern": "([a-z"}), "regex parse error"),
     (schema({"$ref": "#/nowhere"}), "'/nowhere' does not exist"),
     (schema({"type": "array", "uniqueItems": True}), 'uniqueItems"]; take them out, or give "strict": false'),
