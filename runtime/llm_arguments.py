@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TypeGuard, cast
 
 from ostinato.errors import InvalidRequest
+from ostinato.runtime.chat_roles import role_fault
 from ostinato.runtime.messages import SamplingParams
 
 MAX_N = 128  # as over HTTP
@@ -83,6 +85,11 @@ def read_conversation(messages: object, place: str) -> Sequence[Message]:
                 f"{place}[{index}]: got {_shown(one)}; a message is a dict with role and content",
                 param="messages",
             )
+        if "role" not in one:
+            raise InvalidRequest(f"{place}[{index}].role: is required", param="messages")
+        if fault := role_fault(one["role"]):
+            shown = json.dumps(one["role"], default=repr)[:80]
+            raise InvalidRequest(f"{place}[{index}].role: {fault}; got {shown}", param="messages")
     return cast(Sequence[Message], messages)
 
 

@@ -20,7 +20,7 @@ from ostinato.runtime.llm_arguments import check_n, check_queueing, checked_text
 from ostinato.runtime.messages import FinishReason, GenerateRequest, SamplingParams, TokenEvent, TokenLogprob
 from ostinato.runtime.output.registry import choose_formats
 from ostinato.runtime.prompt_room import kept_tokens
-from ostinato.runtime.request_check import check_request, check_task
+from ostinato.runtime.request_check import METHODS, check_request, check_task
 from ostinato.runtime.request_output import CompletionOutput, RequestOutput
 from ostinato.runtime.text import TextFrontEnd
 from ostinato.runtime.thinking.thought_marks import ThoughtMarks, thought_marks, with_thoughts
@@ -97,7 +97,7 @@ class Session:
     def check_generates(self) -> None:
         """EngineDead as above; WrongTask for a model to embed or score with."""
         self.check_open()
-        check_task("generate", self.client.info)
+        check_task("generate", self.client.info, METHODS)
 
     def close(self) -> None:
         """Stop engine, tokenizer threads and loop. In a fork there is nothing to stop."""

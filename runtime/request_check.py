@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from ostinato.errors import ContextTooLong, InvalidRequest, Overloaded, RequestError, WrongTask
@@ -34,10 +35,15 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
         )
 
 
-ROUTES: dict[Task, str] = {  # what a front end over HTTP does it with
+ROUTES: Mapping[Task, str] = {  # what a front end over HTTP does it with
     "generate": "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
     "embed": "/v1/embeddings, /v1/score and /v1/rerank",
     "score": "/v1/score and /v1/rerank",
+}
+METHODS: Mapping[Task, str] = {  # what Python does it with
+    "generate": "LLM.generate, LLM.chat and LLM.stream",
+    "embed": "LLM.embed and LLM.score",
+    "score": "LLM.score",
 }
 
 
@@ -46,18 +52,18 @@ def task_of(info: EngineInfo) -> Task:
     return "generate" if info.pooling is None else info.pooling.task
 
 
-def check_task(task: Task, info: EngineInfo) -> None:
+def check_task(task: Task, info: EngineInfo, means: Mapping[Task, str] = ROUTES) -> None:
     """Raise WrongTask for what the model cannot do. Vectors give scores too, by their angle."""
     able = task_of(info)
     if task != able and (task, able) != ("score", "embed"):
-        raise wrong_task(task, info)
+        raise wrong_task(task, info, means)
 
 
-def wrong_task(task: Task, info: EngineInfo) -> WrongTask:
-    """The refusal, which says what the model can do."""
+def wrong_task(task: Task, info: EngineInfo, means: Mapping[Task, str] = ROUTES) -> WrongTask:
+    """The refusal, which says what the model can do, and by which of `means` to ask for it."""
     able = task_of(info)
     return WrongTask(
-        f"{info.model} cannot {task}: it is a model to {able} with, for {ROUTES[able]}", param="model"
+        f"{info.model} cannot {task}: it is a model to {able} with, for {means[able]}", param="model"
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ostinato.errors import InvalidRequest
+from ostinato.runtime.chat_roles import role_fault
 from ostinato.runtime.http.strict_json import parse
 
 _READS_REASONING = re.compile(r"""(\.|\[['"]|get\(['"])reasoning\b""")
@@ -71,12 +72,21 @@ Content = Annotated[
 ]
 
 
+def _known_role(role: object) -> object:
+    if fault := role_fault(role):
+        raise PydanticCustomError("unknown_role", "{fault}", {"fault": fault})
+    return role
+
+
+Role = Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_known_role)]
+
+
 class ChatMessage(BaseModel):
     """One message. A message of an earlier answer may be sent back as the client library dumps it."""
 
     model_config = _STRICT
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None

@@ -13,7 +13,7 @@ from ostinato.runtime.messages import PoolRequest, PoolResult
 from ostinato.runtime.pooling.pool_check import check_pool_request
 from ostinato.runtime.pooling.pool_text import Encoded, floats
 from ostinato.runtime.pooling.score_pairs import cosines, pairs_of
-from ostinato.runtime.request_check import check_task, wrong_task
+from ostinato.runtime.request_check import METHODS, check_task, wrong_task
 from ostinato.runtime.request_output import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -35,7 +35,7 @@ class Options(NamedTuple):
 
 def embed(session: Session, prompts: object, options: Options) -> list[EmbeddingRequestOutput]:
     """A vector of each prompt, which is text or token ids."""
-    check_task("embed", session.client.info)
+    check_task("embed", session.client.info, METHODS)
     given = read_prompts(prompts)
     inputs = [_prompt(session, one, f"prompts[{at}]", options) for at, one in enumerate(given)]
     requests = _requests(session, inputs, options)
@@ -55,7 +55,7 @@ def score(session: Session, first: object, second: object, options: Options) -> 
     """A score of each pair."""
     pooling = session.client.info.pooling
     if pooling is None:
-        raise wrong_task("score", session.client.info)
+        raise wrong_task("score", session.client.info, METHODS)
     left, right = _texts(first, "queries"), _texts(second, "documents")
     if len(left) not in (1, len(right)):
         raise InvalidRequest(

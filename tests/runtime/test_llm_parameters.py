@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from ostinato.errors import InvalidRequest
+from ostinato.errors import InvalidRequest, WrongTask
 from ostinato.runtime.engine_thread import EngineThread
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.messages import SamplingParams
@@ -134,3 +134,12 @@ def test_wrong_arguments_are_refused_by_name(llm, arguments, param):
     with pytest.raises(InvalidRequest) as caught:
         llm.chat(HELLO, **arguments)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("call", "task"), [(lambda llm: llm.embed("a"), "embed"), (lambda llm: llm.score("a", "b"), "score")]
+)
+def test_what_this_model_cannot_do_is_refused_with_the_methods_that_it_is_for(llm, call, task):
+    says = rf"cannot {task}: it is a model to generate with, for LLM\.generate, LLM\.chat and LLM\.stream$"
+    with pytest.raises(WrongTask, match=says):
+        call(llm)

@@ -48,7 +48,7 @@ def test_scores_come_from_vectors_or_from_a_cross_encoder(embedder: LLM):
     assert angles == pytest.approx([float(np.dot(unit(2, 5, 3), unit(2, w, 3))) for w in (6, 150)])
     with over(ToyPoolModel(SCORES)) as scorer:
         outputs = scorer.score(["w5", "w7"], ["w6", "w8"], use_activation=False)
-        with pytest.raises(WrongTask, match="cannot embed"):
+        with pytest.raises(WrongTask, match=r"cannot embed: it is a model to score with, for LLM\.score$"):
             scorer.embed("w5")
     assert [output.prompt_token_ids for output in outputs] == [(2, 5, 3, 6, 3), (2, 7, 3, 8, 3)]
     assert outputs[0].outputs.score == pytest.approx(float(numbers([2, 5, 3, 6, 3], [0, 0, 0, 1, 1])[0]))
@@ -76,7 +76,11 @@ def test_scores_come_from_vectors_or_from_a_cross_encoder(embedder: LLM):
             WrongTask,
             "cannot generate: it is a model to embed",
         ),
-        (lambda llm: llm.chat([{"role": "user", "content": "x"}]), WrongTask, "for /v1/embeddings"),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": "x"}]),
+            WrongTask,
+            r"for LLM\.embed and LLM\.score$",
+        ),
     ],
 )
 def test_wrong_calls_say_what_is_wrong(
