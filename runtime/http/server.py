@@ -256,15 +256,18 @@ def _error_response(error: Exception, request: web.Request) -> web.Response:
 
 
 def _meant(request: web.Request) -> str:
-    """For clients whose base address has too much or too little in it, the path that they want."""
+    """For clients whose base address has too much or too little in it: the longest path that fits theirs."""
     path = request.path
-    for resource in request.app.router.resources():
-        known = resource.canonical
-        if known.startswith("/v1/") and (
-            f"/v1{path}" == known or path.endswith(known) or path.startswith(f"{known}/")
-        ):
-            return f"; did you mean {known}? See the base address that your client is given"
-    return ""
+    known = {resource.canonical for resource in request.app.router.resources()}
+    near = [
+        one
+        for one in known
+        if one.startswith("/v1/")
+        and (one == f"/v1{path}" or path.endswith(one) or path.startswith(f"{one}/"))
+    ]
+    if not near:
+        return ""
+    return f"; did you mean {max(near, key=len)}? See the base address that your client is given"
 
 
 @web.middleware

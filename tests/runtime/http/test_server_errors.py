@@ -128,9 +128,10 @@ async def test_unknown_model_is_404_and_names_the_served_one(served: Served):
 
 
 async def test_unknown_path_is_404_and_wrong_method_405_in_the_same_format(served: Served):
-    status, body = await served.get("/v1/nothing")
-    assert (status, body["error"]["code"]) == (404, "unknown_url")
-    assert body["error"]["message"] == "no such path: GET /v1/nothing"
+    for path in ("/v1/nothing", "/nothing/", "/v2/health"):  # near to none of /v1
+        status, body = await served.get(path)
+        assert (status, body["error"]["code"]) == (404, "unknown_url")
+        assert body["error"]["message"] == f"no such path: GET {path}"
     async with served.http.get(served.url + CHAT) as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
         assert (await response.json())["error"]["code"] == "method_not_allowed"
@@ -145,6 +146,7 @@ async def test_unknown_path_is_404_and_wrong_method_405_in_the_same_format(serve
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/chat/completions/chat/completions", CHAT),
         ("/v1/chat/completions/", CHAT),
+        ("/v1/messages/count_tokens/", "/v1/messages/count_tokens"),
     ],
 )
 async def test_a_wrong_base_address_is_answered_with_the_path_that_was_meant(
