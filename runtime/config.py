@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from ostinato.errors import ConfigError
 from ostinato.graph.config import GraphConfig
@@ -186,10 +185,11 @@ class ServerConfig(Section):
     max_logprobs: int = Field(20, ge=0, le=1000, description="most alternatives per token")
 
 
-def _as_level(name: str) -> str:
-    if name.lower() not in ("debug", "info", "warning", "error"):
-        raise PydanticCustomError("log_level", "Input should be 'debug', 'info', 'warning' or 'error'")
-    return name
+def _upper(name: object) -> object:
+    return name.upper() if isinstance(name, str) else name
+
+
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
 
 
 class EngineConfig(Section):
@@ -204,9 +204,7 @@ class EngineConfig(Section):
     profile: ProfileConfig = ProfileConfig()
     server: ServerConfig = ServerConfig()
     max_model_len: int = Field(0, ge=0, description="context window in tokens; 0: the model's own")
-    log_level: Annotated[str, AfterValidator(_as_level)] = Field(
-        "INFO", description="least level that is logged: debug, info, warning or error"
-    )
+    log_level: LogLevel = Field("INFO", description="least level that is logged, in either case")
 
 
 SECRETS = {"server.api_key": "OSTINATO_API_KEY", "server.admin_key": "OSTINATO_ADMIN_KEY"}

@@ -69,7 +69,7 @@ def test_keys_come_from_the_environment_and_are_masked():
         (("--server.port", "http"), r"server.port='http'.*valid integer"),
         (("--graph.dtype", "int3"), r"graph.dtype='int3'.*float32"),
         (("--kv.max-gib", "nan"), r"kv.max_gib='nan'.*finite"),
-        (("--log-level", "loud"), r"log_level='loud': Input should be 'debug', 'info', 'warning' or 'error'"),
+        (("--log-level", "loud"), r"log_level='LOUD': Input should be 'DEBUG', 'INFO', 'WARNING' or 'ERROR'"),
         (("--config", "/nonexistent.toml"), r"nonexistent.toml: No such file"),
     ],
 )
