@@ -34,7 +34,7 @@ def _flag(path: str) -> str:
 
 
 def _innermost(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the subcommand that `argv` names."""
+    """The parser of the subcommand that `argv` names. argparse has no public way to it, nor to its flags."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             named = next((word for word in argv if word in action.choices), None)

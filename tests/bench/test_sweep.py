@@ -78,7 +78,8 @@ async def test_a_sweep_runs_every_pair_and_every_run_with_fresh_prompts():
     async with scripted({TEXT: SHORT, "/start": done, "/stop": done}) as server:
         hooks = {"profile_start": "/start", "profile_stop": "/stop"}
         load = {"request_rate": (500.0, "inf"), "max_concurrency": (1, 2), "runs": 2, "warm_ups": 3}
-        model, points = await sweep(server.url, target=hooks, load=load, watcher=Ends(), save_requests=True)
+        address = f"{server.url}/v1"  # as OpenAI's clients are given it
+        model, points = await sweep(address, target=hooks, load=load, watcher=Ends(), save_requests=True)
     assert model == "toy"
     pairs = [(500.0, 1), (500.0, 2), ("inf", 1), ("inf", 2)]
     assert [(point["request_rate"], point["max_concurrency"]) for point in points] == pairs

@@ -1,9 +1,12 @@
-"""Calls of an operator: the prefix cache is forgotten, requests are ended, with their blocks."""
+"""Calls of an operator: the prefix cache is forgotten, requests end with their blocks, KV memory is cut."""
+
+import time
 
 import pytest
 
 from ostinato.runtime.config import KVConfig
 from ostinato.runtime.frames import Message
+from ostinato.runtime.memory.kv_pool import KVPool
 from ostinato.runtime.messages import CallDone, EndRequests, KVTarget, ResetPrefixCache
 from tests.support.engine_runs import (
     BLOCK_BYTES,
@@ -81,18 +84,33 @@ def test_ended_requests_have_one_end_and_their_blocks_are_back_with_the_answer()
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_the_answer_to_a_target_tells_what_is_held_from_then_on(is_busy: bool):
+def test_the_answer_to_a_target_tells_what_is_held_from_then_on(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+):
     mib = 1 << 20
     kv = KVConfig(initial_mib=48, max_gib=0.0625, headroom_gib=0)  # it goes back in steps of 16 MiB
+    order: list[str] = []
+    shrink = KVPool.shrink
+
+    def slow_shrink(pool: KVPool, blocks: int) -> None:
+        time.sleep(0.05)  # of the thread that gives memory back: an answer that does not wait comes first
+        shrink(pool, blocks)
+
+    monkeypatch.setattr(KVPool, "shrink", slow_shrink)
     with toy_engine(kv=kv) as engine:
+        settle, move = engine._calls._settle, engine._calls._move
+        monkeypatch.setattr(engine._calls, "_settle", lambda: order.append("settle") or settle())
+        monkeypatch.setattr(engine._calls, "_move", lambda moves: order.append("move") or move(moves))
         news: list[Message] = []
-        if is_busy:
+        if is_busy:  # the last one holds blocks behind the first 20
+            engine.inbox.put(*(greedy(f"short-{at}", prompt_of(40, at), 1) for at in range(12)))
             engine.inbox.put(greedy("long", PROMPT, 60))
             news += engine.step() + engine.step()
         assert engine.stats().kv_bytes_committed == 48 * mib
         state = call(engine, KVTarget(call_id=1, target_bytes=20 * BLOCK_BYTES), news).state
         assert state is not None
         assert (state.kv_bytes, state.kv_target_bytes) == (16 * mib, 20 * BLOCK_BYTES)
+        assert order == (["settle", "move"] if is_busy else ["settle"])
         assert engine.stats().blocks_committed == 20
         news += finish(engine)
         assert engine.stats().kv_bytes_committed == 16 * mib

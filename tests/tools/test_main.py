@@ -61,6 +61,14 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(words: str, say
     assert (ended.value.code, capsys.readouterr().err) == (2, f"ostinato {says}\n")
 
 
+def test_the_compile_model_script_answers_an_unknown_flag_alike(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compile-model", "x", "--passes.fule", "3"])
+    with pytest.raises(SystemExit):
+        compile_model.main()
+    says = "compile-model: error: --passes.fule: no such flag; did you mean --passes.fuel?\n"
+    assert capsys.readouterr().err == says
+
+
 def test_an_error_for_the_user_is_one_line_and_exit_code_2(tmp_path, capsys):
     assert main.main(["inspect", str(tmp_path / "absent")]) == 2
     out, err = capsys.readouterr()
@@ -172,7 +180,7 @@ def test_chat_refuses_a_wrong_sampling_flag_before_it_loads_the_model(tmp_path):
             chat.run(parsed(chat, str(tmp_path / "absent"), flag, value))
 
 
-def test_chat_refuses_a_model_that_does_not_generate_at_once(monkeypatch):
+def test_chat_refuses_a_model_that_does_not_generate_before_the_first_question(monkeypatch):
     class Embedder(nullcontext):
         info = EngineInfo.model_construct(
             model="mini", pooling=PoolingFacts(task="embed", pooling="mean", size=2, causal=False)
@@ -199,4 +207,4 @@ def test_chat_prints_why_an_answer_broke_off(capsys):
 def test_quiet_commands_keep_a_log_level_that_was_asked_for():
     for tool, words in ((chat, ("x",)), (compile_model, ("x",))):
         assert "log_level" not in serve.config_from(parsed(tool, *words)).model_fields_set
-        assert "log_level" in serve.config_from(parsed(tool, *words, "--log-level", "INFO")).model_fields_set
+        assert "log_level" in serve.config_from(parsed(tool, *words, "--log-level", "info")).model_fields_set
