@@ -42,6 +42,14 @@ def stop_reason(choice: Choice) -> int | str | None:
     return token if token in choice.request.sampling.stop_token_ids else None
 
 
+UNFINISHED = '"finish_reason":null'  # in every chunk that does not end its choice
+
+
+def finished(reason: str | None, stopped_by: int | str | None) -> str:
+    """What stands there in the chunk that ends it."""
+    return f'"finish_reason":{dump(reason)},"stop_reason":{dump(stopped_by)}'
+
+
 def finite(logprob: float) -> float:
     """JSON has no infinities."""
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

@@ -10,9 +10,11 @@ from aiohttp import web
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.http.answer_parts import (
+    UNFINISHED,
     Collected,
     alternatives,
     dump,
+    finished,
     finite,
     prompt_records,
     stop_reason,
@@ -175,8 +177,7 @@ class ChatAnswer:
             logprobs, ids = "null", []  # they stand with the first
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, choice.output.num_calls)
-            stopped_by = f',"stop_reason":{dump(stop_reason(choice))}'
-            out += self._chunk(choice, "{}", reason=f'"{reason}"{stopped_by}', ids=ids)
+            out += self._chunk(choice, "{}", end=finished(reason, stop_reason(choice)), ids=ids)
         return out.encode()
 
     def _said(self, delta: Delta) -> list[str]:
@@ -234,8 +235,8 @@ class ChatAnswer:
         choice: Choice,
         delta: str,
         logprobs: str = "null",
-        reason: str = "null",
         *,
+        end: str = UNFINISHED,
         ids: list[int] | None = None,
         more: dict[str, object] | None = None,
     ) -> str:
@@ -244,7 +245,7 @@ class ChatAnswer:
         above = f"{dump(more)[1:-1]}," if more else ""
         return (
             f'{self._prefix}{above}"choices":[{{"index":{choice.index},"delta":{delta},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}{own}}}]{suffix}'
+            f"{end}{own}}}]{suffix}"
         )
 
     def _content(self, tokens: tuple[ShownToken, ...] | list[ShownToken]) -> dict[str, object]:

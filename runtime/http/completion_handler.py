@@ -10,9 +10,11 @@ from aiohttp import web
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import Delta, ShownToken
 from ostinato.runtime.http.answer_parts import (
+    UNFINISHED,
     Collected,
     alternatives,
     dump,
+    finished,
     finite,
     prompt_records,
     stop_reason,
@@ -177,15 +179,15 @@ class CompletionAnswer:
         is_empty = not text and not more.get("token_ids") and not (logprobs and logprobs["tokens"])
         if is_empty and delta.finish_reason is None:
             return b""
-        reason = "null"
+        end = UNFINISHED
         if delta.finish_reason is not None:
-            reason = f'"{delta.finish_reason}","stop_reason":{dump(self._stopped_by(choice))}'
+            end = finished(delta.finish_reason, self._stopped_by(choice))
         detail = "null" if logprobs is None else dump(logprobs)
         suffix = f',"usage":{dump(self._used([choice], 1))}}}\n\n' if self._repeats else self._suffix
         own = f",{dump(more)[1:-1]}" if more else ""
         return (
             f'{self._prefix}"choices":[{{"index":{choice.index},"text":{dump(text)},'
-            f'"logprobs":{detail},"finish_reason":{reason}{own}}}]{suffix}'
+            f'"logprobs":{detail},{end}{own}}}]{suffix}'
         ).encode()
 
     def closing(self, choices: list[Choice]) -> bytes:

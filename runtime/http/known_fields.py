@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-_LONGEST = 64  # characters of a name that is compared with others: comparing takes their square
+_LONGEST = 64  # characters of a name that is compared with others: a key may have megabytes, and none is near
 
 
 def keep_known(

@@ -178,9 +178,10 @@ def _as_listed(item: Item) -> str:
     if item.id is None:
         update["id"] = new_id(_ID_PREFIX.get(item.type, "msg")).replace("-", "_")
     if isinstance(item, MessageItem) and isinstance(item.content, str):
-        answer = item.role == "assistant"
-        made = TextPart(type="output_text" if answer else "input_text", text=item.content)
-        update["content"] = [made.model_copy(update={"annotations": []}) if answer else made]
+        if item.role == "assistant":
+            update["content"] = [TextPart(type="output_text", text=item.content, annotations=[])]
+        else:
+            update["content"] = [TextPart(type="input_text", text=item.content)]
     return item.model_copy(update=update).model_dump_json(exclude_none=True)
 
 
