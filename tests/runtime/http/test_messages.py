@@ -186,6 +186,10 @@ async def test_errors_are_the_clients_own_exceptions(client: AsyncAnthropic, ser
         ({"system": [image]}, r"system\[0\].type: 'image'"),
         ({"extra_body": {"thinking": {"type": "enabled"}}}, "thinking: this model's chat template has no"),
         ({"output_config": {"effort": "low"}}, "output_config.effort: this model's chat template has no"),
+        (
+            {"extra_body": {"thinking": {"type": "enabled"}, "output_config": {"format": None}}},
+            "thinking: this model's chat template has no",
+        ),
     ):
         with pytest.raises(anthropic.BadRequestError, match=says) as bad:
             await client.messages.create(**{**ASK, **wrong})

@@ -162,7 +162,8 @@ async def test_a_call_that_must_be_made_becomes_a_grammar_behind_the_thoughts(ch
 
 
 async def test_of_the_tools_only_those_that_are_allowed_are_shown_and_called():
-    now = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    spec = {"name": "now", "parameters": {"type": "object"}, "strict": True}  # of a tool that is not allowed
+    now = {"type": "function", "function": spec}
     named = {"type": "function", "function": {"name": "get_weather"}}
 
     def allowed(mode: str, *tools: object) -> dict[str, Any]:

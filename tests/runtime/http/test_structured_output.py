@@ -65,7 +65,7 @@ TAG_FORMAT = {
                     "regex": "a+",
                     "json": None,
                     "whitespace_pattern": None,
-                    "disable_fallback": False,
+                    "disable_fallback": True,
                     "disable_any_whitespace": False,
                     "disable_additional_properties": False,
                 }
@@ -86,7 +86,7 @@ TAG_FORMAT = {
                 {"response_format": tag, "grammar_param": "structured_outputs.structural_tag"},
             )
             for tag in (TAGS, TAG_FORMAT)
-            for written in (tag, json.dumps(tag))
+            for written in (tag, json.dumps(tag), json.dumps({key: tag[key] for key in tag if key != "type"}))
         ),
         ({"response_format": TAG_FORMAT}, {"response_format": TAG_FORMAT}),
     ],
