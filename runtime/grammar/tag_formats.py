@@ -63,9 +63,12 @@ class _Rules:
         kind = wanted.get("type") if isinstance(wanted, Mapping) else None
         if not isinstance(wanted, Mapping) or not isinstance(kind, str) or kind not in _KEYS:
             raise self._refuse(f"{place}.type", f"give one of {', '.join(_KEYS)}")
-        for key in wanted.keys() - _KEYS[kind] - {"type"}:
+        for key in sorted(wanted.keys() - _KEYS[kind] - {"type"}):
             if wanted[key]:  # `excludes` and its like, where they ask for nothing
                 raise self._refuse(f"{place}.{key}", f"is not supported in {kind}")
+        for key in sorted(wanted.keys() & _COUNTS):
+            if not isinstance(wanted[key], bool | None):
+                raise self._refuse(f"{place}.{key}", f"give true or false; got {wanted[key]!r:.60}")
         match kind:
             case "const_string":
                 return text(self._text(wanted, "value", place), self._token_id)
@@ -164,7 +167,7 @@ class _Rules:
             where = f"{place}.tags[{at}]"
             if not isinstance(one, Mapping) or one.get("type", "tag") != "tag":
                 raise self._refuse(where, "a tag is an object of begin, content and end")
-            for key in one.keys() - _KEYS["tag"] - {"type"}:
+            for key in sorted(one.keys() - _KEYS["tag"] - {"type"}):
                 raise self._refuse(f"{where}.{key}", "is not supported in a tag")
             tags.append((where, one))
         return tags
