@@ -62,10 +62,10 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(words: str, say
 
 
 def test_the_compile_model_script_answers_an_unknown_flag_alike(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["compile-model", "x", "--passes.fule", "3"])
+    monkeypatch.setattr(sys, "argv", ["compile-model", "x", "--passes.fuels", "3"])
     with pytest.raises(SystemExit):
         compile_model.main()
-    says = "compile-model: error: --passes.fule: no such flag; did you mean --passes.fuel?\n"
+    says = "compile-model: error: --passes.fuels: no such flag; did you mean --passes.fuel?\n"
     assert capsys.readouterr().err == says
 
 
