@@ -22,6 +22,7 @@ ROUTES = (
     "/v1/score",
 )
 PASSING = frozenset({408, 429, 500, 502, 503, 504})  # worth another try, now or when a run is resumed
+_NO_KEY = frozenset({401, 403})  # worth one when a run is resumed, with another key
 _FIELDS = ("custom_id", "method", "url", "body")
 _BEGIN = b'{"id"'  # of every line of an output file
 _LONG = 120  # characters of what a message shows
@@ -203,6 +204,6 @@ def _answered(raw: bytes) -> str | None:
         return None
     if not raw.endswith(b"\n") or not isinstance(custom_id, str) or not isinstance(status, int):
         return None
-    if status in PASSING:
+    if status in PASSING | _NO_KEY:
         return None
     return custom_id

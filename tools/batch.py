@@ -8,31 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import secrets
 import sys
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any, TextIO
-
-import aiohttp
+from typing import Any
 
 from ostinato import log as logs
 from ostinato.errors import ConfigError, EngineDead
-from ostinato.runtime.batch_lines import (
-    PASSING,
-    BadLine,
-    BatchLine,
-    check_ids,
-    read_lines,
-    resume,
-    write_answer,
-    write_error,
-)
+from ostinato.runtime.batch_lines import BatchLine, check_ids, read_lines, resume
+from ostinato.runtime.batch_run import BatchRun
 from ostinato.runtime.engine_process import EngineProcess
 from ostinato.runtime.http.serve_app import listen, serve
 from ostinato.runtime.http.server import make_app
@@ -41,10 +28,6 @@ from ostinato.tools.flags import add_flags, config_from, user_path
 from ostinato.tools.serve import find_artifact
 
 log = logging.getLogger(__name__)
-
-LONGEST_WAIT_S = 30.0
-TELL_EVERY_S = 10.0
-CONNECT_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
         out = arguments.output.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{arguments.output}: {error.strerror}") from None
-    batch = Batch(arguments, out, done)
+    batch = BatchRun(
+        arguments.input,
+        out,
+        done,
+        model=arguments.model,
+        retries=arguments.retries,
+        concurrency=arguments.concurrency,
+    )
     try:
-        asyncio.run(_run(arguments, batch))
+        asyncio.run(_run(arguments, batch, done))
     except BaseExceptionGroup as group:  # of the requests' tasks: the first that failed has ended the others
         raise group.exceptions[0] from None
     finally:
@@ -88,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if batch.failed else 0
 
 
-async def _run(arguments: argparse.Namespace, batch: Batch) -> None:
+async def _run(arguments: argparse.Namespace, batch: BatchRun, done: set[str]) -> None:
     lines = read_lines(arguments.input)
-    if not any(isinstance(line, BatchLine) and line.custom_id not in batch.done for line in lines):
+    if not any(isinstance(line, BatchLine) and line.custom_id not in done for line in lines):
         await batch.run("", "")  # nothing to ask; lines that are no requests are told
         return
     if arguments.target.startswith(("http://", "https://")):
@@ -140,94 +130,6 @@ async def _local_server(
     finally:
         stop.set()
         await task
-
-
-class Batch:
-    """One run over the input; answers are written as they come."""
-
-    def __init__(self, arguments: argparse.Namespace, out: TextIO, done: set[str]) -> None:
-        self.answered = 0
-        self.failed = 0
-        self._input: Path = arguments.input
-        self._out = out
-        self.done = done
-        self._model: str | None = arguments.model
-        self._retries: int = arguments.retries
-        self._concurrency: int = arguments.concurrency
-        self._told = time.monotonic()
-
-    async def run(self, url: str, key: str) -> None:
-        """Ask everything that has no answer yet."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        room = asyncio.Semaphore(self._concurrency)
-        async with (
-            aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as http,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for line in read_lines(self._input):
-                if line.custom_id in self.done:
-                    continue
-                if isinstance(line, BadLine):
-                    self._error(line.custom_id, "invalid_line", line.problem)
-                    continue
-                await room.acquire()
-                tasks.create_task(self._ask(http, url, line)).add_done_callback(lambda _: room.release())
-
-    async def _ask(self, http: aiohttp.ClientSession, url: str, line: BatchLine) -> None:
-        body = line.body if self._model is None else {**line.body, "model": self._model}
-        raw = json.dumps(body).encode()
-        for attempt in range(self._retries + 1):
-            wait_s = min(LONGEST_WAIT_S, 2.0**attempt)
-            try:
-                async with http.post(url + line.url, data=raw, headers=_JSON) as response:
-                    raw_answer = await response.read()
-                    if response.status in PASSING and attempt < self._retries:
-                        wait_s = _retry_after_s(response.headers, wait_s)
-                    else:
-                        self._answer(line.custom_id, response, raw_answer)
-                        return
-            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                if attempt == self._retries:
-                    said = f"{url}: {error or type(error).__name__}"
-                    self._error(line.custom_id, "connection_error", said)
-                    return
-            await asyncio.sleep(wait_s)
-
-    def _answer(self, custom_id: str, response: aiohttp.ClientResponse, raw: bytes) -> None:
-        request_id = response.headers.get("X-Request-Id", "")
-        try:
-            body = json.loads(raw, parse_constant=_not_json)
-            write_answer(self._out, custom_id, response.status, request_id, body)
-        except (ValueError, RecursionError):
-            shown = raw[:200].decode("utf-8", "replace")
-            self._error(custom_id, "invalid_answer", f"status {response.status}, and no JSON: {shown}")
-            return
-        self._count(is_good=response.status == 200)
-
-    def _error(self, custom_id: str | None, code: str, message: str) -> None:
-        write_error(self._out, custom_id, code, message)
-        self._count(is_good=False)
-
-    def _count(self, *, is_good: bool) -> None:
-        self.answered += is_good
-        self.failed += not is_good
-        if time.monotonic() - self._told > TELL_EVERY_S:
-            self._told = time.monotonic()
-            log.info("%d answered, %d failed so far", self.answered, self.failed)
-
-
-_JSON: Mapping[str, str] = {"Content-Type": "application/json"}
-
-
-def _retry_after_s(headers: Mapping[str, str], default_s: float) -> float:
-    given = headers.get("Retry-After", "")
-    return min(LONGEST_WAIT_S, float(given)) if given.isascii() and given.isdigit() else default_s
-
-
-def _not_json(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _not_negative(text: str) -> int:

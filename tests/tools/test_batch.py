@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ async def test_what_fails_in_passing_is_tried_again(tmp_path, monkeypatch):
         asked += 1
         return [Overloaded("the queue is full")] if asked <= 2 else say([70])(request)
 
-    monkeypatch.setattr("ostinato.tools.batch.LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr("ostinato.runtime.batch_run.LONGEST_WAIT_S", 0.01)
     write(tmp_path / "in.jsonl", line("one", model="gpt-4o"))
     async with serving(busy) as served:
         assert await batch(served.url, tmp_path, "--model", "toy", "--retries", "2") == 0
@@ -201,3 +202,78 @@ async def test_answers_that_are_no_json_are_told_and_end_nothing_else(tmp_path):
     assert answers.pop("/v1/completions")["response"]["body"] == json.loads(half)
     assert len(answers) == 3
     assert {record["error"]["code"] for record in answers.values()} == {"invalid_answer"}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a run says in the log, line by line."""
+    log, handler, lines = logging.getLogger("ostinato.runtime.batch_run"), logging.Handler(), []
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "handlers", [handler])
+    return lines
+
+
+async def test_a_server_that_is_not_there_is_told_once_before_anything_is_tried_again(
+    tmp_path, told, monkeypatch
+):
+    waits = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append((seconds, [*told]))
+
+    monkeypatch.setattr("ostinato.runtime.batch_run.asyncio.sleep", sleep)
+    write(tmp_path / "in.jsonl", *(line(str(number)) for number in range(4)))
+    assert await batch("http://127.0.0.1:1", tmp_path) == 1
+    says = (
+        "no connection to http://127.0.0.1:1: Connection refused; each request is tried again for 31 s. "
+        "Start the server, or give its address"
+    )
+    assert waits[0] == (1.0, [says])
+    assert [seconds for seconds, _ in waits].count(16.0) == 4
+    assert told == [says]
+    assert {one["error"]["code"] for one in read(tmp_path / "out.jsonl").values()} == {"connection_error"}
+
+
+async def test_a_wrong_key_is_told_once_not_tried_again_and_asked_anew_by_the_next_run(
+    tmp_path, told, monkeypatch
+):
+    write(tmp_path / "in.jsonl", *(line(str(number)) for number in range(4)))
+    async with serving(say([70, 71]), api_key=("right",)) as served:
+        for key, says in (
+            (None, "without a key (status 401: "),
+            ("wrong", "with the key of OPENAI_API_KEY (status 401: "),
+        ):
+            monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+            if key is not None:
+                monkeypatch.setenv("OPENAI_API_KEY", key)
+            before = len(told)
+            assert await batch(served.url, tmp_path) == 1
+            (said,) = told[before:]
+            assert said.startswith(f"{served.url} refuses requests {says}")
+            assert "set OPENAI_API_KEY to" in said
+            answers = read(tmp_path / "out.jsonl").values()
+            assert [one["response"]["status_code"] for one in answers] == [401] * 4
+        monkeypatch.setenv("OPENAI_API_KEY", "right")
+        assert await batch(served.url, tmp_path) == 0
+    assert {one["response"]["status_code"] for one in read(tmp_path / "out.jsonl").values()} == {200}
+
+
+async def test_the_first_failure_of_each_kind_is_told_with_its_reason(tmp_path, told, monkeypatch):
+    monkeypatch.setattr("ostinato.runtime.batch_run.LONGEST_WAIT_S", 0.01)
+    full = [Overloaded("the queue is full")]
+    write(
+        tmp_path / "in.jsonl",
+        line("a", temperature=-1),
+        line("b", temperature=-1),
+        line("c", stream=True),
+        line("d", model="nothing"),
+        line("e"),
+    )
+    async with serving(lambda request: full) as served:
+        assert await batch(served.url, tmp_path, "--retries", "1", "--concurrency", "1") == 1
+        bad, line_, model, busy = told
+    assert bad.startswith("request 'a' has failed: status 400: temperature: ")
+    assert line_.startswith("request 'c' has failed: line 3: body.stream: has no place in a batch")
+    assert model.startswith("request 'd' has failed: status 404: ")
+    assert busy == f"{served.url} answers with status 429: the queue is full; what fails so is tried again"
