@@ -4,9 +4,11 @@ import time
 
 import pytest
 
+from ostinato.runtime import kv_memory
 from ostinato.runtime.config import KVConfig
 from ostinato.runtime.frames import Message
 from ostinato.runtime.memory.kv_pool import KVPool
+from ostinato.runtime.memory.kv_worker import KVWorker
 from ostinato.runtime.messages import CallDone, EndRequests, KVTarget, ResetPrefixCache
 from tests.support.engine_runs import (
     BLOCK_BYTES,
@@ -97,6 +99,7 @@ def test_the_answer_to_a_target_tells_what_is_held_from_then_on(
         shrink(pool, blocks)
 
     monkeypatch.setattr(KVPool, "shrink", slow_shrink)
+    monkeypatch.setattr(kv_memory, "KVWorker", lambda pool, **_: KVWorker(pool, is_threaded=True))  # as on a GPU
     with toy_engine(kv=kv) as engine:
         settle, move = engine._calls._settle, engine._calls._move
         monkeypatch.setattr(engine._calls, "_settle", lambda: order.append("settle") or settle())
