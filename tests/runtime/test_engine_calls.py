@@ -99,7 +99,8 @@ def test_the_answer_to_a_target_tells_what_is_held_from_then_on(
         shrink(pool, blocks)
 
     monkeypatch.setattr(KVPool, "shrink", slow_shrink)
-    monkeypatch.setattr(kv_memory, "KVWorker", lambda pool, **_: KVWorker(pool, is_threaded=True))  # as on a GPU
+    # as on a GPU
+    monkeypatch.setattr(kv_memory, "KVWorker", lambda pool, **_: KVWorker(pool, is_threaded=True))
     with toy_engine(kv=kv) as engine:
         settle, move = engine._calls._settle, engine._calls._move
         monkeypatch.setattr(engine._calls, "_settle", lambda: order.append("settle") or settle())

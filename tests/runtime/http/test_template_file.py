@@ -9,9 +9,9 @@ import ostinato
 from ostinato.errors import ConfigError
 from ostinato.runtime.config import ServerConfig
 from ostinato.runtime.http.server import make_app
-from tests.runtime.http.test_server_tools import ASK, CALL, CHAT, WEATHER, writes
 from tests.support.fake_engine import FakeEngine, info, say
 from tests.support.serving import serving
+from tests.support.tool_serving import ASK, CALL, CHAT, WEATHER, writes
 from tests.support.toy_text import CHATML, front_end
 
 SHIPPED = Path(ostinato.__file__).with_name("docs") / "chatml_tools.jinja"
