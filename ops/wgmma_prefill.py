@@ -99,6 +99,8 @@ def launch(
     tables = block_tables_SM.int()
     if tables.stride(1) != 1:
         tables = tables.contiguous()
+    # named, for a copy must live until the launch: the kernel has its address alone
+    lengths, starts = seq_lens_S.int().contiguous(), query_start.int().contiguous()
     # whole tiles, a last one of every sequence that can have some, and one behind the sequences
     num_tiles = num_tokens // queries + min(num_seqs, num_tokens // min_new) + 1
     constants = {"GROUP": group, "QUERIES": queries, "B": block_tokens, "STAGES": _STAGES, "HALF": 0}
@@ -113,8 +115,8 @@ def launch(
         *[_plane_map(plane) for plane in (k_cache, v_cache)],
         out_THE.data_ptr(),
         tables.data_ptr(),
-        seq_lens_S.int().contiguous().data_ptr(),
-        query_start.int().contiguous().data_ptr(),
+        lengths.data_ptr(),
+        starts.data_ptr(),
         num_seqs,
         num_tokens,
         tables.stride(0) if num_seqs > 1 else tables.shape[1],

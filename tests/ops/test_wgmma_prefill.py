@@ -1,5 +1,6 @@
 """Prefill by tensor cores: what is left to Triton, what a launch is made of; the kernel on a Hopper GPU."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -94,6 +95,20 @@ def test_a_launch_has_a_block_for_every_tile_and_boxes_of_whole_rows(
         assert boxes[1].box == boxes[2].box == (64, 1, block, 1)
         assert boxes[0].shape == (128, heads, len(args[0]))
         assert launched.args[7:12] == (len(steps), len(args[0]), args[3].shape[1], heads, min_new)
+
+
+def test_copies_of_indices_live_until_the_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def launch(*args: Any, **_: Any) -> None:
+        addresses = zip(args[1][4:7], (2 * 5, 2, 3), strict=True)
+        seen.extend(list((ctypes.c_int * count).from_address(address)) for address, count in addresses)
+
+    monkeypatch.setattr(launched, "launch", launch)
+    args = [*made(8, 2, 128, [(200, 233), (99, 300)])]
+    args[3:6] = wide = [index.long() for index in args[3:6]]
+    wgmma_prefill.launch(*args[:6], torch.empty_like(args[0]), args[6], min_new=2)
+    assert seen == [index.flatten().tolist() for index in wide]
 
 
 def test_what_the_kernel_does_not_do_is_left_to_triton(launched: Launched) -> None:
