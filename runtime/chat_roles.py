@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
+from typing import Literal, get_args
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_LONGEST = 32  # characters of a word that is compared with the roles
+from ostinato.runtime.near_word import near_word
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES: tuple[str, ...] = get_args(Role)
 
 
 def role_fault(role: object) -> str | None:
     """What is wrong with a message's role, without the place and what was got; None: nothing."""
     if role in ROLES:
         return None
-    near = (
-        difflib.get_close_matches(role, ROLES, 1, 0.6)
-        if isinstance(role, str) and len(role) <= _LONGEST
-        else []
-    )
-    meant = "".join(f", did you mean {one!r}?" for one in near)
-    return f"must be one of {', '.join(ROLES)}{meant}"
+    return f"must be one of {', '.join(ROLES)}{near_word(role, ROLES, likeness=0.6, lead=', ')}"

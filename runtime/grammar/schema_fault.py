@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
+
+from ostinato.runtime.near_word import near_word
 
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -32,12 +33,7 @@ def schema_fault(schema: object) -> str | None:
             kinds = one["type"] if isinstance(one["type"], list) else [one["type"]]
             for kind in kinds:
                 if kind not in TYPES:
-                    near = (
-                        difflib.get_close_matches(kind, TYPES, 1)
-                        if isinstance(kind, str) and len(kind) <= _SHOWN
-                        else []
-                    )
-                    meant = "".join(f", did you mean {found!r}?" for found in near)
+                    meant = near_word(kind, TYPES, likeness=0.6, lead=", ")
                     return f"{_at(place, 'type')}: got {_shown(kind)}; types are {', '.join(TYPES)}{meant}"
         waiting += reversed([*_parts(one, place)])
     return None

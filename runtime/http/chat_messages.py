@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.chat_roles import role_fault
+from ostinato.runtime.chat_roles import Role, role_fault
 from ostinato.runtime.http.strict_json import parse
 
 _READS_REASONING = re.compile(r"""(\.|\[['"]|get\(['"])reasoning\b""")
@@ -78,15 +78,12 @@ def _known_role(role: object) -> object:
     return role
 
 
-Role = Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_known_role)]
-
-
 class ChatMessage(BaseModel):
     """One message. A message of an earlier answer may be sent back as the client library dumps it."""
 
     model_config = _STRICT
 
-    role: Role
+    role: Annotated[Role, BeforeValidator(_known_role)]
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-_LONGEST = 64  # characters of a name that is compared with others: a key may have megabytes, and none is near
+from ostinato.runtime.near_word import near_word
 
 
 def keep_known(
@@ -35,8 +34,7 @@ def keep_known(
                 said = f"is not supported; leave it out or give {accepted}"
                 raise PydanticCustomError("unsupported", "{said}", {"at": name, "said": said})
         elif name not in ignored:
-            near = difflib.get_close_matches(name, known, 1, 0.8) if len(name) <= _LONGEST else []
-            said = "is not a known field" + "".join(f"; did you mean {one!r}?" for one in near)
+            said = "is not a known field" + near_word(name, known, likeness=0.8, lead="; ")
             raise PydanticCustomError("unknown_field", "{said}", {"at": name, "said": said})
     return kept
 
