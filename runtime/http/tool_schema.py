@@ -84,8 +84,9 @@ ToolChoice = Annotated[
     Discriminator(
         _choice_kind,
         custom_error_type="choice_kind",
-        custom_error_message="must be none, auto, required, one function: "
-        '{"type": "function", "function": {"name": ...}}, or allowed_tools',
+        custom_error_message="must be none, auto, required, one function as "
+        '{"type": "function", "function": {"name": ...}}, or some of the tools as '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
     ),
 ]
 

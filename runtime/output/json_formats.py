@@ -90,7 +90,8 @@ class Mistral(MarkedJson):
         begun = yield from read.accept("[ARGS]")
         yield from read.take_while(SPACE)
         char = yield from read.peek()
-        if (char or ("{" if begun else "")) != "{" or not is_name(name):
+        is_call = char == "{" or (begun and char == "")  # or the text ends before the arguments
+        if not is_call or not is_name(name):
             return False
         answer.start_call(name)
         answer.end_call(whole=(yield from arguments(read, answer)))
