@@ -16,6 +16,7 @@ from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.http.tool_schema import ToolRequest, ToolTemplateRequest
 from ostinato.runtime.messages import SamplingParams
+from ostinato.runtime.output.answer import Enforced
 from ostinato.runtime.thinking.thought_marks import with_thoughts
 
 _PROMPT_END = 32  # tokens; enough for the marker with which some prompts begin the thoughts
@@ -156,6 +157,16 @@ def _call_grammar(state: ServerState, fields: ToolRequest, content: str | None) 
     return "tools" if is_strict else "response_format", grammar
 
 
+def _enforced(fields: ToolRequest, sampling: SamplingParams) -> Enforced:
+    """What the grammar that `chat_sampling` gave makes sure of."""
+    if sampling.grammar is None or sampling.grammar_param not in ("tool_choice", "tools", "response_format"):
+        return Enforced.NOTHING
+    if sampling.grammar_param == "tool_choice":
+        return Enforced.CALLS
+    wanted = fields.response_format if isinstance(fields, ChatRequest) else None
+    return Enforced.BEGUN if wanted is None or wanted.type == "text" else Enforced.FRONT
+
+
 def prompt_end(state: ServerState, prompt_ids: Sequence[int]) -> str:
     """The text with which a prompt ends, special tokens too."""
     return state.text.codec.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
@@ -195,7 +206,8 @@ def output_maker(state: ServerState, fields: ToolRequest) -> MakeOutput:
         parser = None
         if formats.reasoning is not None or calls:
             end = continued or prompt_end(state, prompt_ids)
-            parser = formats.parser(calls=calls, tools=schemas, prompt_end=end)
+            enforced = _enforced(fields, sampling) if calls else Enforced.NOTHING
+            parser = formats.parser(calls=calls, tools=schemas, prompt_end=end, enforced=enforced)
         return ChoiceOutput(
             codec, sampling, parser, shown_special=state.shown_special if parser else frozenset(),
             one_call=one_call,

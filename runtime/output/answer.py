@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Collection, Mapping
+from enum import Enum
 
 from ostinato.runtime.output.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
-from ostinato.runtime.output.text_reader import SPACE
+from ostinato.runtime.output.text_reader import SPACE, TextReader
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -20,6 +21,15 @@ def long_id() -> str:
 def short_id() -> str:
     """Nine letters and digits: Mistral's templates take no other ids."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+
+
+class Enforced(Enum):
+    """What a grammar makes sure of: whether the end of an answer that was cut is the beginning of a call."""
+
+    NOTHING = "text that is no call yet is text"
+    BEGUN = "what begins as a call is one, wherever it does"
+    FRONT = "there are calls and nothing else, or text in which nothing is a call"
+    CALLS = "there are calls and nothing else"
 
 
 class Answer:
@@ -37,11 +47,14 @@ class Answer:
         on_call: Callable[[], object],
         breaks: tuple[str, ...],
         takes_calls: bool,
+        enforced: Enforced = Enforced.NOTHING,
     ) -> None:
         """`on_call` is told when a call begins; at one of `breaks` thoughts end although they have no end.
 
         `takes_calls`: calls are wanted.
         """
+        self._enforced = enforced
+        self._held = ""  # text where only calls can be: it is one that was cut, if the answer was
         self.takes_calls = takes_calls
         self.breaks = breaks
         self.num_calls = 0
@@ -81,8 +94,28 @@ class Answer:
         shown = text.rstrip(SPACE)
         self._space = text[len(shown) :]
         if shown:
+            holds = self._holds
             self.has_content, self._behind_call = True, False
-            self._events.append(Content(shown))
+            if holds:
+                self._held += shown
+            else:
+                self._events.append(Content(shown))
+
+    def no_call(self, text: str, read: TextReader, *, is_marked: bool = True) -> None:
+        """`text` was read as the beginning of a call, and it is none or the whole text ends in it.
+
+        `is_marked`: it began with a marker, or behind a call.
+        """
+        is_call = (
+            self._enforced is Enforced.BEGUN
+            or self._holds
+            or (self._enforced is Enforced.FRONT and is_marked and not self.has_content)
+        )
+        if is_call and read.ended and not self.ended_itself:
+            read.skip()
+            self._space = ""
+        else:
+            self.content(text)
 
     def start_thoughts(self) -> None:
         """Reasoning begins."""
@@ -125,6 +158,15 @@ class Answer:
 
     def finish(self) -> None:
         """The text is over: white space that waited behind content is content."""
-        if self._space and not self._behind_call:
-            self._events.append(Content(self._space))
-        self._space = ""
+        is_call = self._holds and not self.ended_itself
+        text = self._held + ("" if self._behind_call else self._space)
+        if text and not is_call:
+            self._events.append(Content(text))
+        self._held = self._space = ""
+
+    @property
+    def _holds(self) -> bool:
+        """Whether text here is a piece of a call."""
+        if self._enforced is Enforced.FRONT:
+            return self.num_calls > 0 and (bool(self._held) or not self.has_content)
+        return self._enforced is Enforced.CALLS

@@ -132,7 +132,7 @@ def call_objects(
         read.pin()
         if (yield from read.peek()) != "{" or not (yield from call_object(read, answer, marked=marked)):
             # The list's end is no content; nor is a brace too many, which models write.
-            answer.content("".join(between).translate(_NO_BRACKETS) + read.unpin())
+            answer.no_call("".join(between).translate(_NO_BRACKETS) + read.unpin(), read)
             return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ostinato.runtime.output.answer import Answer, long_id
+from ostinato.runtime.output.answer import Answer, Enforced, long_id
 from ostinato.runtime.output.events import Event, join
 from ostinato.runtime.output.formats import OutputFormat, ReasoningFormat, ToolFormat
 from ostinato.runtime.output.text_reader import SPACE, Steps, TextReader
@@ -16,6 +16,8 @@ class OutputParser:
     `tools`: names of the tools that may be called, or a mapping of them to the schemas of their arguments;
     None if they are not known.  Only formats without markers, or without types, look at them.
     `prompt_end`: how the prompt ended, since thinking may have begun there.
+    `enforced`: what a grammar makes sure of.  The beginning of a call that the end of the answer cut is text
+    only where it can be.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class OutputParser:
         *,
         tools: Collection[str] | None = None,
         prompt_end: str = "",
+        enforced: Enforced = Enforced.NOTHING,
     ) -> None:
         self._reasoning, self._calls = reasoning, calls
         self._begun = reasoning.begun(prompt_end) if reasoning is not None else ""
@@ -35,6 +38,7 @@ class OutputParser:
             on_call=self._read.unpin,
             takes_calls=calls is not None,
             breaks=calls.starts if calls is not None and calls.is_special else (),
+            enforced=enforced,
         )
         self._steps = self._run()
         self._over = False
@@ -100,7 +104,7 @@ class OutputParser:
         if isinstance(owner, ToolFormat):
             self._read.pin()
         if not (yield from owner.region(self._read, self._answer, start)):
-            self._answer.content(start + self._read.unpin())
+            self._answer.no_call(start + self._read.unpin(), self._read, is_marked=bool(start))
         self._read.unpin()
 
     def _owners(self) -> dict[str, OutputFormat | None]:

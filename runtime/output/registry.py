@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.output import json_formats, reasoning_formats, xml_formats
+from ostinato.runtime.output.answer import Enforced
 from ostinato.runtime.output.deepseek_format import DeepSeek
 from ostinato.runtime.output.formats import OutputFormat, ReasoningFormat, ToolFormat
 from ostinato.runtime.output.gemma4_format import Gemma4
@@ -60,13 +61,18 @@ class OutputFormats:
     tools: ToolFormat | None = None
 
     def parser(
-        self, *, calls: bool, tools: Collection[str] | None = None, prompt_end: str = ""
+        self,
+        *,
+        calls: bool,
+        tools: Collection[str] | None = None,
+        prompt_end: str = "",
+        enforced: Enforced = Enforced.NOTHING,
     ) -> OutputParser | None:
         """A parser for one answer; None if there is nothing to find. `calls`: look for tool calls too."""
         chosen = self.tools if calls else None
         if self.reasoning is None and chosen is None:
             return None
-        return OutputParser(self.reasoning, chosen, tools=tools, prompt_end=prompt_end)
+        return OutputParser(self.reasoning, chosen, tools=tools, prompt_end=prompt_end, enforced=enforced)
 
     @property
     def markers(self) -> frozenset[str]:

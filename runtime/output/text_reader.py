@@ -55,6 +55,10 @@ class TextReader:
         else:
             self._at -= len(word)
 
+    def skip(self) -> None:
+        """Read what there is."""
+        self._at = len(self._text)
+
     def peek(self) -> Steps[str]:
         """The next character, which stays; empty at the end."""
         while self._at >= len(self._text):

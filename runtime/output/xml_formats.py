@@ -50,7 +50,7 @@ class _Tags(ToolFormat):
             ended = yield from read.accept(self.tag_end)
             called = "".join(name).strip()
             if not ended or not is_name(called) or (bare and first and not answer.knows(called)):
-                return not first
+                break
             first = False
             answer.start_call(called)
             whole = yield from self._arguments(read, answer, called)
@@ -60,6 +60,8 @@ class _Tags(ToolFormat):
             if (yield from read.accept_end(self.end)):
                 return True
             answer.content("".join(between))
+        if not first and read.ended:  # a tag that the end of the text cuts short is none of it
+            yield from read.accept_end(self.call, self.tag_end)
         return not first
 
     def _arguments(self, read: TextReader, answer: Answer, called: str) -> Steps[bool]:

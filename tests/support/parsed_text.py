@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from ostinato.runtime.output.answer import Enforced
 from ostinato.runtime.output.events import (
     CallArguments,
     CallEnd,
@@ -20,13 +21,19 @@ from ostinato.runtime.output.registry import reasoning_format, tool_format
 
 
 def parser(
-    reasoning: str | None, calls: str | None, *, tools: Collection[str] | None = None, prompt_end: str = ""
+    reasoning: str | None,
+    calls: str | None,
+    *,
+    tools: Collection[str] | None = None,
+    prompt_end: str = "",
+    enforced: Enforced = Enforced.NOTHING,
 ) -> OutputParser:
     return OutputParser(
         reasoning_format(reasoning) if reasoning else None,
         tool_format(calls) if calls else None,
         tools=tools,
         prompt_end=prompt_end,
+        enforced=enforced,
     )
 
 
