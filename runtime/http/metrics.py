@@ -186,7 +186,7 @@ class SequenceClock:
         self._metrics.whole_s.observe(times.ended - times.started)
         if times.first_token is not None and times.last_token is not None:
             first, took = times.first_token - times.started, times.last_token - times.first_token
-            self._metrics.prefill_s.observe(max(0.0, first - (times.queued_s or 0.0)))
+            self._metrics.prefill_s.observe(first - (times.queued_s or 0.0))
             self._metrics.decode_s.observe(took)
             if times.generated_tokens > 1:
                 self._metrics.per_token_s.observe(took / (times.generated_tokens - 1))
