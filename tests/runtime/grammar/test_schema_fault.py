@@ -24,6 +24,8 @@ TEXT = {"type": "string"}
         ({"anyOf": [TEXT, {"type": "x"}]}, f'anyOf[1].type: got "x"; {TYPES}'),
         ({"$defs": {"a": {"not": {"type": "x"}}}}, f'$defs.a.not.type: got "x"; {TYPES}'),
         ({"prefixItems": [True, {"type": "x"}]}, f'prefixItems[1].type: got "x"; {TYPES}'),
+        ({"items": [TEXT, {"type": "x"}]}, f'items[1].type: got "x"; {TYPES}'),  # of drafts before 2020-12
+        ({"properties": {"a": {"type": "x"}, "b": {"type": "y"}}}, 'properties.a.type: got "x"'),
         ({"properties": {"foo": "bar"}}, 'properties.foo: got "bar"; give an object, true or false'),
         (7, "the schema: got 7; give an object, true or false"),
         ({"additionalProperties": {"type": "y" * 1000}}, "additionalProperties.type: got \"yyy"),
