@@ -5,8 +5,8 @@ import pytest
 from ostinato.runtime.output.answer import Enforced
 from ostinato.runtime.output.events import Content, Event, join
 from ostinato.runtime.output.registry import tool_format
-from tests.runtime.output.test_tool_formats import FRONT_ONLY, NAMES, SPELL, TWO
 from tests.support.parsed_text import calls, content, events, parser
+from tests.support.spelled_calls import FRONT_ONLY, NAMES, SPELL, TWO
 
 OLD_MISTRAL = (
     '[TOOL_CALLS][{"name": "f", "arguments": {"city": 42}}, {"name": "g", "arguments": {"city": -7}}]'
