@@ -9,6 +9,7 @@ not time, so a grammar that is too much fails in the same way on every machine: 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -30,6 +31,7 @@ MAX_KEPT = 128  # compiled grammars
 MAX_KEPT_BYTES = 4 << 20  # of their texts; what is compiled takes about ten times that
 _OF_SCHEMA = "failed to compile JSON schema: "
 _NO_SCHEMA = ("Invalid type", "type must be", "schema must be")  # what llguidance says without a place
+_EXCERPT = re.compile(r"\n +\d+ \| ")
 _MOST_SHOWN = 400  # characters of llguidance's message
 
 
@@ -174,6 +176,8 @@ def _refuse(spec: GrammarSpec, why: str) -> NoReturn:
     if spec.kind != "regex" and why.startswith(_NO_SCHEMA):
         given = [json.loads(spec.text)] if spec.kind == "json_schema" else schemas_in(spec.text)
         why = next((fault for one in given if (fault := schema_fault(one))), why)
+    if "invalid regex" in why:  # it is quoted; the lines around it may be ours
+        why = _EXCERPT.split(why, 1)[0]
     if spec.kind != "regex" and why.startswith("Unimplemented keys"):
         hint = '; take them out, or give "strict": false to have them ignored'
     why = " ".join(why.split())[:_MOST_SHOWN]

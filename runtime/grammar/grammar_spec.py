@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.grammar.lark_text import json_value, one_of
+from ostinato.runtime.grammar.lark_text import json_value, one_of, quoted, regex
 from ostinato.runtime.grammar.structural_tags import structural_tag_grammar
 from ostinato.runtime.messages import SamplingParams
 
@@ -79,6 +79,21 @@ def json_content(sampling: SamplingParams) -> str | None:
     if spec is None or spec.kind != "json_schema" or grammar_param(sampling) != "response_format":
         return None
     return json_value(json.loads(spec.text), lenient=spec.lenient)
+
+
+def answer_content(sampling: SamplingParams) -> str | None:
+    """What a grammar allows, as a part of a rule: JSON, an expression, one of several texts.
+
+    None for grammars and tags, which have rules of their own. Raises as `read_grammar`.
+    """
+    spec = read_grammar(sampling)
+    if spec is None:
+        return None
+    if spec.kind == "json_schema":
+        return json_value(json.loads(spec.text), lenient=spec.lenient)
+    if spec.kind == "regex" and spec.text:
+        return regex(spec.text)
+    return f"({' | '.join(map(quoted, sampling.choice))})" if sampling.choice else None
 
 
 def _read(name: str, sampling: SamplingParams, param: str) -> GrammarSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -61,6 +62,15 @@ def json_value(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> st
     options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     body = {"allOf": [schema]} if isinstance(schema, bool) else dict(schema)
     return "%json " + json.dumps({**body, "x-guidance": options}, ensure_ascii=False)
+
+
+_PIECE = re.compile(r"\\.|/|\n|\r", re.DOTALL)  # of an expression, with what is escaped in one piece
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+
+
+def regex(pattern: str) -> str:
+    """What a regular expression matches."""
+    return f"/{_PIECE.sub(lambda found: _ESCAPED.get(found[0][-1], found[0]), pattern)}/"
 
 
 def schemas_in(grammar: str) -> list[Any]:  # Any: JSON

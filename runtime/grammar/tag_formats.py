@@ -18,16 +18,13 @@ anybody's guess.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ostinato.errors import InvalidRequest
-from ostinato.runtime.grammar.lark_text import TokenId, is_token, json_value, quoted, sequence, text
+from ostinato.runtime.grammar.lark_text import TokenId, is_token, json_value, quoted, regex, sequence, text
 
 MAX_PARTS = 256  # of one list
-_PIECE = re.compile(r"\\.|/|\n|\r", re.DOTALL)  # of an expression, with what is escaped in one piece
-_ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 _COUNTS = {"at_least_one", "stop_after_first"}
 _KEYS: dict[str, set[str]] = {
     "const_string": {"value"},
@@ -75,9 +72,7 @@ class _Rules:
             case "json_schema":
                 return self._rule(json_value(self._schema(wanted, place)))
             case "regex":
-                pattern = self._text(wanted, "pattern", place)
-                pattern = _PIECE.sub(lambda found: _ESCAPED.get(found[0][-1], found[0]), pattern)
-                return self._rule(f"/{pattern}/", terminal=True)
+                return self._rule(regex(self._text(wanted, "pattern", place)), terminal=True)
             case "any_text":
                 if not ends:
                     raise self._refuse(place, "any_text ends the answer, or is the content of a tag")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.grammar.call_arguments import gemma4_arguments, pythonic_arguments
+from ostinato.runtime.grammar.harmony_grammar import harmony_rules
 from ostinato.runtime.grammar.lark_text import (
     WHITE_SPACE,
     TokenId,
@@ -75,7 +76,6 @@ _MISTRAL_ARGS = CallShape("[TOOL_CALLS]", "[ARGS]", "", "", trigger="[TOOL_CALLS
 _PHI_TOKENS = CallShape(
     _NAMED, '", "arguments": ', "}", ", ", "<|tool_call|>[", "]<|/tool_call|>", trigger="<|tool_call|>"
 )
-_FINAL = "<|channel|>final<|message|>"  # what gpt-oss writes in front of an answer
 FORMATS = tuple(_SHAPES)
 # whose arguments are not JSON; characters that end the name of a parameter there
 _OWN_NOTATION = {"gemma4": ':{},"<', "pythonic": "=,()", "qwen3_xml": '<>"\n', "minimax": '<>"\n'}
@@ -185,7 +185,7 @@ class _Rules:
     def forced(self, parallel: bool) -> str:
         """Calls and nothing else."""
         if self._format == "gpt_oss":
-            return self._grammar("start: thought* call", *self._harmony())
+            return self._grammar(*harmony_rules(self._token_id, call=True))
         return self._grammar(f"start: {self._all_calls(parallel)}")
 
     def _all_calls(self, parallel: bool) -> str:
@@ -197,8 +197,7 @@ class _Rules:
     def either(self, content: str, parallel: bool) -> str:
         """Calls and nothing else, or `content` and nothing else."""
         if self._format == "gpt_oss":
-            answer = sequence(self._text(_FINAL), content)
-            return self._grammar("start: thought* (call | answer)", f"answer: {answer}", *self._harmony())
+            return self._grammar(*harmony_rules(self._token_id, call=True, content=content))
         lines = [f"calls: {self._all_calls(parallel)}", f"answer: {content}"]
         return self._grammar("start: calls | answer", *lines, *(_JSON_SPACE if self._in_pieces else ()))
 
@@ -206,8 +205,7 @@ class _Rules:
         """Text, and calls in it."""
         shape = self._shape
         if self._format == "gpt_oss":
-            answer = sequence(self._text(_FINAL), "TEXT")
-            return self._grammar("start: thought* (call | answer)", f"answer: {answer}", *self._harmony())
+            return self._grammar(*harmony_rules(self._token_id, call=True, content="TEXT"))
         more = f"({sequence(self._text(shape.between), 'call')})*" if parallel else ""
         if shape.bare:
             calls = sequence(self._text(shape.before), "call", more, self._text(shape.after))
@@ -225,12 +223,6 @@ class _Rules:
         else:
             lines = [f"trigger[lazy]: TEXT {quoted(shape.trigger)}", f"block: trigger {block}"]
         return self._grammar(start, *lines, r"TEXT: /(.|\n)*/")
-
-    def _harmony(self) -> list[str]:
-        """gpt-oss thinks in messages of their own, and its answer ends with a call."""
-        begin = self._text("<|channel|>analysis<|message|>")
-        end = self._text("<|end|><|start|>assistant")
-        return [f"thought: {sequence(begin, 'TEXT', end)}", r"TEXT: /(.|\n)*/"]
 
     def _grammar(self, *lines: str) -> str:
         return "\n".join([*lines, "call: " + " | ".join(self._calls), *self._lines, ""])

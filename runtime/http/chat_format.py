@@ -10,13 +10,15 @@ from typing import Any
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import ChoiceOutput
 from ostinato.runtime.grammar.grammar_spec import FIELDS as GRAMMAR_FIELDS
-from ostinato.runtime.grammar.grammar_spec import grammar_param, has_grammar, json_content
+from ostinato.runtime.grammar.grammar_spec import answer_content, grammar_param, has_grammar, json_content
+from ostinato.runtime.grammar.harmony_grammar import harmony_answer
 from ostinato.runtime.grammar.tool_grammar import tool_call_grammar
 from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.server_state import ServerState
 from ostinato.runtime.http.tool_schema import ToolRequest, ToolTemplateRequest
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.output.answer import Enforced
+from ostinato.runtime.output.harmony_format import FINAL, HarmonyThoughts
 from ostinato.runtime.thinking.thought_marks import with_thoughts
 
 _PROMPT_END = 32  # tokens; enough for the marker with which some prompts begin the thoughts
@@ -118,13 +120,20 @@ def chat_sampling(
                 "two, or tools that are not strict",
                 param=other,
             )
-        taken = {**dict.fromkeys(GRAMMAR_FIELDS), "grammar": grammar, "grammar_param": param}
-        sampling = sampling.model_copy(update=taken)
+        sampling = _with_grammar(sampling, grammar, param)
     reasoning = state.formats.reasoning
     if reasoning is None or not has_grammar(sampling) or sampling.grammar_after:
         return sampling
     written = _open_thoughts(state, fields) or prompt_end(state, prompt_ids)
-    end = reasoning.end_of(reasoning.begun(written))
+    begun = reasoning.begun(written)
+    end = reasoning.end_of(begun)
+    is_harmony = isinstance(reasoning, HarmonyThoughts) and (begun or reasoning.awaits_message(written))
+    if is_harmony and of_calls is None:  # a grammar of calls knows of messages
+        if (answer := answer_content(sampling)) is not None:
+            grammar = harmony_answer(answer, state.text.token_id)
+            sampling = _with_grammar(sampling, grammar, grammar_param(sampling))
+        elif begun:
+            end = FINAL
     unless: tuple[int, ...] = ()
     if not end:  # it may still begin to think
         marks = [(state.text.token_id(start), reasoning.end_of(start)) for start in reasoning.starts]
@@ -134,6 +143,12 @@ def chat_sampling(
         unless = (token,)
     ids = state.text.encode(end, add_special_tokens=False)
     return sampling.model_copy(update={"grammar_after": tuple(ids), "grammar_unless": unless})
+
+
+def _with_grammar(sampling: SamplingParams, grammar: str, param: str) -> SamplingParams:
+    """`grammar` in place of what was asked for, known to users by `param`."""
+    taken = {**dict.fromkeys(GRAMMAR_FIELDS), "grammar": grammar, "grammar_param": param}
+    return sampling.model_copy(update=taken)
 
 
 def _call_grammar(state: ServerState, fields: ToolRequest, content: str | None) -> tuple[str, str] | None:
@@ -179,11 +194,8 @@ def _open_thoughts(state: ServerState, fields: ToolRequest) -> str:
         return ""
     content = fields.messages[-1].content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    for start in reasoning.starts:
-        end = reasoning.end_of(start)
-        if end and text.rfind(start) > text.rfind(end):
-            return start
-    return ""
+    spans = (start for start, end in reasoning.spans if text.rfind(start) > text.rfind(end))
+    return next(spans, "")
 
 
 def _begun_block(state: ServerState, fields: ToolRequest, prompt_ids: Sequence[int]) -> int | None:

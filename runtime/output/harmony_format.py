@@ -20,6 +20,8 @@ from ostinato.runtime.output.text_reader import SPACE, Sink, Steps, TextReader
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
+THOUGHTS, THOUGHTS_END = f"{_CHANNEL}analysis{_MESSAGE}", f"<|end|>{_START}assistant"
+FINAL = f"{_CHANNEL}final{_MESSAGE}"
 _TO = re.compile(r"\bto=([\w.\-]+)")
 
 
@@ -38,9 +40,10 @@ class _Harmony(OutputFormat):
 
     def region(self, read: TextReader, answer: Answer, start: str) -> Steps[bool]:
         header: list[str] = [start]
-        marker = yield from read.until((_MESSAGE, *_ENDS), header.append)
-        if marker != _MESSAGE:
-            return True  # a header without a message says nothing
+        if not start.endswith(_MESSAGE):  # or the prompt has said it
+            marker = yield from read.until((_MESSAGE, *_ENDS), header.append)
+            if marker != _MESSAGE:
+                return True  # a header without a message says nothing
         text = "".join(header)
         to = _TO.search(text)
         if to and to[1].startswith("functions.") and answer.takes_calls:
@@ -69,11 +72,19 @@ class _Harmony(OutputFormat):
 class HarmonyThoughts(_Harmony, ReasoningFormat):
     """The channels; with it calls are found too, if they are wanted."""
 
-    spans = ((f"{_CHANNEL}analysis{_MESSAGE}", f"<|end|>{_START}assistant"),)
+    spans = ((THOUGHTS, THOUGHTS_END),)
     span_ends = (*_ENDS, _START, _CHANNEL)
 
     def begun(self, prompt_end: str) -> str:
-        return ""
+        _, start, message = prompt_end.rpartition(THOUGHTS)
+        return "" if any(end in message for end in self.span_ends) else start
+
+    def end_of(self, start: str) -> str:
+        return THOUGHTS_END if start == THOUGHTS else ""
+
+    def awaits_message(self, prompt_end: str) -> bool:
+        """Whether a prompt ends where the next message begins."""
+        return prompt_end.rstrip().endswith(f"{_START}assistant")
 
 
 class HarmonyCalls(_Harmony, ToolFormat):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.http.test_server_tools import CALL, SECOND, WEATHER, both, served
+from tests.support.tool_serving import CALL, SECOND, WEATHER, both, served
 from tests.support.toy_text import tokenizer
 
 NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}

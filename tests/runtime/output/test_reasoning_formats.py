@@ -25,6 +25,8 @@ PLAIN = [
     ("gemma4", "<|turn>model\n<|channel>thought\n", "a b\nc<channel|>yes\n\nno"),
     ("gpt_oss", "", f"<|channel|>analysis<|message|>a b\nc<|end|>{FINAL}yes\n\nno<|return|>"),
     ("gpt_oss", "<|start|>assistant", f"<|channel|>analysis<|message|>a b\nc{FINAL}yes\n\nno"),
+    ("gpt_oss", "assistant<|channel|>analysis<|message|>", f"a b\nc<|end|>{FINAL}yes\n\nno<|return|>"),
+    ("gpt_oss", "assistant<|channel|>analysis<|message|>It is", f"a b\nc{FINAL}yes\n\nno"),
 ]  # fmt: skip
 
 
@@ -61,6 +63,13 @@ def test_an_answer_without_thoughts_is_content(name: str):
 def test_thoughts_that_the_prompt_has_closed_are_over(name: str):
     text = "yes, <think> is a tag"
     assert every_cut(name, text, "assistant\n<think>\n\n</think>\n\n") == [Content(text)]
+
+
+@pytest.mark.parametrize("behind", ["<|start|>assistant", FINAL])
+def test_channels_that_the_prompt_has_left_are_over(behind: str):
+    prompt_end = f"<|channel|>analysis<|message|>hm<|end|>{behind}"
+    text = "yes" if behind == FINAL else "<|channel|>final<|message|>yes"
+    assert every_cut("gpt_oss", text, prompt_end) == [Content("yes")]
 
 
 def test_a_prompt_that_speaks_of_the_marker_has_not_begun_thoughts():
