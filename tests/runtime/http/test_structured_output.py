@@ -246,8 +246,7 @@ async def test_an_answer_that_cannot_go_on_is_the_fault_of_its_request(tmp_path:
             assert told["message"].startswith(f"{param}: " if param else "logit_bias, min_tokens")
         fields = {"guided_regex": "a[0-9]", "allowed_token_ids": [letter], "seed": 1}
         status, body = await post(url, COMPLETE, {"prompt": "x", "stream": stream, **fields})
-        if stream:  # it has begun
-            assert status == 200
+        if stream and status == 200:  # it had begun; both tokens may also come together
             body = json.loads(body.split("\n\n")[-2].removeprefix("data: "))
         assert (body["error"]["param"], body["error"]["type"]) == ("guided_regex", "invalid_request_error")
 
