@@ -252,11 +252,17 @@ def jobs(layers: Sequence[Layer], has_candidates: bool) -> list[Job]:
     return list(found.values())
 
 
-def make_tiles(bench: Bench, layers: Sequence[Layer], choices: Choices, has_candidates: bool) -> None:
+def make_tiles(
+    bench: Bench,
+    layers: Sequence[Layer],
+    choices: Choices,
+    has_candidates: bool,
+    classes: Sequence[int] = CLASSES,
+) -> None:
     """Compile the tiles that will be timed, several at once."""
     with STORE.recording(is_dry=True) as wanted:
         for layer in layers:
-            for num_tokens in CLASSES:
+            for num_tokens in classes:
                 chosen = choices.get(key_of(layer, num_tokens))
                 some = tiles(layer, num_tokens) if has_candidates else [chosen]
                 weight = bench.weights(layer, 1)[0]
@@ -303,7 +309,7 @@ def read_choices(path: Path) -> Choices:
         return {}
     return {
         (c["op"] == "skinny_gated", c["tokens"], c["out"], c["width"]): (
-            Tile(**c["tile"]) if "tile" in c else Config(**c["config"])
+            Tile(**c["tile"]) if "tile" in c else Config(**c["config"]) if "config" in c else None
         )
         for c in json.loads(path.read_text())["choices"]
         if c["op"] in ("skinny_linear", "skinny_gated") and c["dtype"] == "bfloat16"
