@@ -61,6 +61,7 @@ def layer_graphs(
 ) -> tuple[list[torch.cuda.CUDAGraph], int]:
     """Graphs of the configurations, then of the parts and of F.linear alone; launches in each."""
     weights, x, residual = bench.chain(layer, num_tokens)
+    set_carveout(num_tokens)
     for config in configs:
         check(layer, x, weights[0], bench.norm, residual, config)
     attended = attention(layer, x)
@@ -75,6 +76,11 @@ def layer_graphs(
     graphs.append(graph(lambda x, w: parts(layer, x, w, bench.norm, residual)))
     graphs.append(graph(F.linear))
     return graphs, len(weights)
+
+
+def set_carveout(num_tokens: int) -> None:
+    """As the engine has it."""
+    STORE.carveout = 50 if num_tokens == 1 else 100
 
 
 def attention(layer: Layer, x: Tensor) -> Callable[[int], Tensor]:
@@ -169,8 +175,7 @@ def stack_graphs(bench: Bench, spec: Model, num_tokens: int, choices: Choices) -
     norm = bench.norm[: qkv.width]
     embedded = torch.randn(num_tokens, qkv.width, device="cuda").bfloat16()
     config = {layer: choices.get(key_of(layer, num_tokens)) for layer in spec.layers.values()}
-    kinds = {type(way) for way in config.values()}
-    STORE.carveout = 75 if num_tokens == 1 and {Config, Tile} <= kinds else 100  # as the engine has it
+    set_carveout(num_tokens)
 
     def run_ours() -> Tensor:
         x, each = embedded, iter(weights)
@@ -252,17 +257,11 @@ def jobs(layers: Sequence[Layer], has_candidates: bool) -> list[Job]:
     return list(found.values())
 
 
-def make_tiles(
-    bench: Bench,
-    layers: Sequence[Layer],
-    choices: Choices,
-    has_candidates: bool,
-    classes: Sequence[int] = CLASSES,
-) -> None:
+def make_tiles(bench: Bench, layers: Sequence[Layer], choices: Choices, has_candidates: bool) -> None:
     """Compile the tiles that will be timed, several at once."""
     with STORE.recording(is_dry=True) as wanted:
         for layer in layers:
-            for num_tokens in classes:
+            for num_tokens in CLASSES:
                 chosen = choices.get(key_of(layer, num_tokens))
                 some = tiles(layer, num_tokens) if has_candidates else [chosen]
                 weight = bench.weights(layer, 1)[0]
@@ -309,7 +308,7 @@ def read_choices(path: Path) -> Choices:
         return {}
     return {
         (c["op"] == "skinny_gated", c["tokens"], c["out"], c["width"]): (
-            Tile(**c["tile"]) if "tile" in c else Config(**c["config"]) if "config" in c else None
+            Tile(**c["tile"]) if "tile" in c else Config(**c["config"])
         )
         for c in json.loads(path.read_text())["choices"]
         if c["op"] in ("skinny_linear", "skinny_gated") and c["dtype"] == "bfloat16"

@@ -2,8 +2,7 @@
 
 The table of a GPU lies in `ops/tuned/<gpu>.json` and is written by `benchmarks/gpu_linears.py --tune`. A
 compile takes it into the artifact, so that a server launches exactly what was compiled. A shape that nobody
-has measured gets the default that is written in the op's file. Rows "by" a "step" won races of whole steps
-(`benchmarks/gpu_step_ways.py`), whatever the layer takes by itself.
+has measured gets the default that is written in the op's file.
 """
 
 from __future__ import annotations
@@ -99,6 +98,6 @@ def _choices(raw: dict[str, Any]) -> dict[Shape, Choice]:
     found: dict[Shape, Choice] = {}
     for row in raw["choices"]:
         shape = Shape(row["op"], row["tokens"], row["out"], row["width"], row["dtype"])
-        is_faster = row.get("by") == "step" or row["us"] <= row["parts_us"]
+        is_faster = row["us"] <= row["parts_us"]
         found[shape] = Choice(row.get("config"), row.get("tile")) if is_faster else BY_PARTS
     return found

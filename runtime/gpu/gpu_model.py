@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ostinato.runtime.gpu.device_weights import DeviceWeights
 from ostinato.runtime.memory.vmm import VmmDriver
 from ostinato.runtime.memory.vmm_cuda import CudaVmm
 from ostinato.runtime.memory.vmm_plain import usable_driver
-from ostinato.runtime.program import Bound, Program, bind
+from ostinato.runtime.program import Bound, bind
 
 log = logging.getLogger(__name__)
 
@@ -84,43 +84,15 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
 
 def bind_gpu(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) -> Bound:
     """What runs a step by the plan for its number of tokens."""
-    tensors, choices = weights.tensors(), tuning.read(folder)
-    ops = launchers(choices)
+    tensors, ops = weights.tensors(), launchers(tuning.read(folder))
     programs = [read_program(folder / plan.program) for plan in plans]
     runs = [bind(program, tensors, native=ops, device=weights.device) for program in programs]
     last_tokens = [plan.last for plan in plans]
-    of_one_token = share_of_l1(layer_shapes(programs[0], tensors), choices)
 
     def run(inputs: StepInputs | PoolInputs, kv: Sequence[Tensor]) -> Tensor:
-        num_tokens = inputs.token_ids.shape[0]
-        STORE.carveout = of_one_token if num_tokens == 1 else 100
-        return runs[bisect_left(last_tokens, num_tokens)](inputs, kv)
+        return runs[bisect_left(last_tokens, inputs.token_ids.shape[0])](inputs, kv)
 
     return run
-
-
-def layer_shapes(program: Program, tensors: Mapping[str, Tensor]) -> set[tuning.Shape]:
-    """The layers of a program whose way of computing was measured, for one token."""
-    found = set()
-    for step in program.steps:
-        op = step.op.removeprefix("ostinato.").removesuffix(".default")
-        key = program.weights.get(step.args[1]["ref"]) if op in tuning.OPS else None
-        if key is not None:
-            weight = tensors[key]
-            rows, width = weight.shape
-            outputs = rows // 2 if op == "skinny_gated" else rows
-            found.add(tuning.Shape(op, 1, outputs, width, str(weight.dtype).removeprefix("torch.")))
-    return found
-
-
-def share_of_l1(shapes: Collection[tuning.Shape], choices: tuning.Choices) -> int:
-    """Percent of L1 that all kernels of a step of one token ask for as shared memory.
-
-    Triton's kernels for a token read x through L1; tiles hold weights in shared memory. A step with both
-    leaves each a part of it: 4 % of an 8B model's step on an H200 (benchmarks/gpu_step_ways.py).
-    """
-    ways = [choices[shape] for shape in shapes if shape in choices]
-    return 75 if any(way.tile for way in ways) and any(way.config for way in ways) else 100
 
 
 def bind_pooling(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) -> Bound:

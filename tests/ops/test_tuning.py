@@ -32,16 +32,6 @@ def test_the_faster_of_kernel_and_parts_is_chosen(choices: tuning.Choices) -> No
     assert tuning.choice("skinny_linear", 8, 64, 32, bf16, choices) == tuning.BY_PARTS
 
 
-def test_what_won_a_whole_step_is_taken_whatever_it_takes_by_itself(tmp_path: Path) -> None:
-    slower = row(1, us=9.0, parts_us=5.0) | {"by": "step"}
-    parts = {key: value for key, value in slower.items() if key != "config"} | {"tokens": 8, "us": 1.0}
-    (tmp_path / tuning.FILE).write_text(json.dumps({"choices": [slower, parts]}))
-    choices = tuning.read(tmp_path)
-    bf16 = torch.bfloat16
-    assert tuning.choice("skinny_linear", 1, 64, 32, bf16, choices) == tuning.Choice(CONFIG)
-    assert tuning.choice("skinny_linear", 8, 64, 32, bf16, choices) == tuning.BY_PARTS
-
-
 def test_tokens_between_two_classes_are_served_by_the_next(choices: tuning.Choices) -> None:
     assert tuning.choice("skinny_linear", 5, 64, 32, torch.bfloat16, choices) == tuning.BY_PARTS
     assert tuning.choice("skinny_linear", 2, 64, 32, torch.bfloat16, choices) is None  # nobody measured 4
