@@ -44,6 +44,7 @@ class FunctionCall(BaseModel):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None  # Any: what the client library makes of the text; not looked at
 
 
 class ToolCall(BaseModel):
@@ -90,8 +91,9 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = None  # this and the next three come with dumped answers; not shown to the template
-    annotations: list[Any] | None = None  # Any: not looked at
+    refusal: str | None = None  # this and the next four come with dumped answers; not shown to the template
+    parsed: Any = None  # Any: this and the next are not looked at
+    annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 

@@ -28,8 +28,9 @@ class TextPart(BaseModel):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None  # Any: this and the next come with answers; not looked at
+    annotations: list[Any] | None = None  # Any: this and the next two come with answers; not looked at
     logprobs: list[Any] | None = None
+    parsed: Any = Field(None, exclude=True)  # what the client library makes of the text
     prompt_cache_breakpoint: dict[str, Any] | None = None  # Any: prefixes are always cached here
 
 
@@ -101,6 +102,7 @@ class FunctionCallItem(BaseModel):
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
     arguments: str
+    parsed_arguments: Any = Field(None, exclude=True)  # Any: what the client library makes of the text
     id: str | None = None
     status: Status | None = None
     caller: dict[str, Any] | None = None  # Any: not looked at

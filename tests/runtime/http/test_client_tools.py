@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 from openai import AsyncOpenAI, BadRequestError
+from pydantic import BaseModel
 
 from ostinato.errors import InvalidRequest
 from tests.support.fake_engine import Script, say
@@ -59,8 +60,8 @@ async def anthropic(served: Served) -> AsyncIterator[AsyncAnthropic]:
         yield made
 
 
-def prompt_of(served: Served) -> str:
-    return tokenizer().decode(list(served.engine.requests[-1].prompt_token_ids), skip_special_tokens=False)
+def prompt_of(served: Served, at: int = -1) -> str:
+    return tokenizer().decode(list(served.engine.requests[at].prompt_token_ids), skip_special_tokens=False)
 
 
 async def test_a_response_has_thoughts_text_and_calls_streamed_as_whole(openai: AsyncOpenAI, served: Served):
@@ -277,6 +278,61 @@ async def test_forced_calls_and_schemas_reach_the_engine(
     with pytest.raises(BadRequestError, match=r"text\.format: no") as bad:  # the engine compiles grammars
         await openai.responses.create(model="toy", input="Hello", text={"format": wanted}, stream=True)
     assert bad.value.param == "text.format"
+
+
+class Stay(BaseModel):
+    """What an answer is parsed to."""
+
+    city: str
+    days: int
+
+
+async def test_what_a_client_library_parsed_of_an_answer_comes_back_with_it(
+    openai: AsyncOpenAI, anthropic: AsyncAnthropic, served: Served
+):
+    stay, user = Stay.model_validate(ARGUMENTS), {"role": "user", "content": "Hello"}
+    served.engine.script = writes(stay.model_dump_json())
+    chat = await openai.chat.completions.parse(model="toy", messages=[user], response_format=Stay)
+    response = await openai.responses.parse(model="toy", input="Hello", text_format=Stay)
+    message = await anthropic.messages.parse(model="toy", max_tokens=99, messages=[user], output_format=Stay)
+    answer = chat.choices[0].message
+    assert answer.parsed == response.output_parsed == message.parsed_output == stay
+    await openai.chat.completions.create(
+        model="toy", messages=[user, answer.model_dump(warnings=False), user]
+    )
+    back = await openai.responses.create(model="toy", input=[user, *response.output, user])
+    said = {"role": "assistant", "content": message.content}
+    await anthropic.messages.create(model="toy", max_tokens=99, messages=[user, said, user])
+    prompts = [prompt_of(served, at) for at in (-3, -2, -1)]
+    assert prompts == prompts[:1] * 3
+    assert f"assistant\n{stay.model_dump_json()}<|im_end|>" in prompts[0]
+    listed = [item.to_json() async for item in openai.responses.input_items.list(back.id)]
+    assert "parsed" not in "".join(listed)
+
+
+async def test_parsed_arguments_of_a_call_come_back_with_it(openai: AsyncOpenAI, served: Served):
+    schema = {**Stay.model_json_schema(), "additionalProperties": False}
+    function = {"name": "get_weather", "parameters": schema, "strict": True}
+    user, result = {"role": "user", "content": "Hello"}, "It rains."
+    chat = await openai.chat.completions.parse(
+        model="toy", messages=[user], tools=[{"type": "function", "function": function}]
+    )
+    response = await openai.responses.parse(
+        model="toy", input="Hello", tools=[{"type": "function", **function}]
+    )
+    answer, call = chat.choices[0].message, response.output[-2]
+    assert answer.tool_calls[0].function.parsed_arguments == call.parsed_arguments == ARGUMENTS
+    ids = [
+        (one.id, other.call_id) for one, other in zip(answer.tool_calls, response.output[-2:], strict=True)
+    ]
+    told = [{"role": "tool", "tool_call_id": one, "content": result} for one, _ in ids]
+    await openai.chat.completions.create(model="toy", messages=[user, answer, *told])
+    told = [{"type": "function_call_output", "call_id": other, "output": result} for _, other in ids]
+    back = await openai.responses.create(model="toy", input=[user, *response.output, *told])
+    assert prompt_of(served, -1) == prompt_of(served, -2)
+    assert f"tool\n{result}<|im_end|>" in prompt_of(served)
+    listed = [item.to_json() async for item in openai.responses.input_items.list(back.id)]
+    assert "parsed" not in "".join(listed)
 
 
 HOSTILE = ('{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": ' + "[" * 400 + "]" * 400 + "}", '{"a"')
