@@ -17,13 +17,14 @@ def room_left(prompt_tokens: int, window: int, *, param: str, at_least: bool = F
     """Tokens that may still be generated after this prompt.
 
     A prompt must leave room for one: ContextTooLong names both numbers; `at_least`: the first is a lower
-    bound.  A larger `max_tokens` is no error; it is an upper bound, cut to what this returns.
+    bound.  A larger `max_tokens` is no error; it is an upper bound, cut to what this returns.  The message
+    has the words by which OpenAI and Anthropic say so, for clients look for them.
     """
     if prompt_tokens >= window:
         count = f"at least {prompt_tokens}" if at_least else f"{prompt_tokens}"
         raise ContextTooLong(
-            f"the prompt has {count} tokens: the context window is {window} tokens and the answer needs at "
-            f"least one of them; shorten the prompt to {window - 1} tokens",
+            f"the prompt is too long: it has {count} tokens, this model's maximum context length is {window} "
+            f"tokens and the answer needs at least one of them; shorten the prompt to {window - 1} tokens",
             param=param,
         )
     return window - prompt_tokens

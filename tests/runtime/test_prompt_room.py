@@ -46,8 +46,8 @@ def test_text_request_check_and_scheduler_refuse_in_the_same_words():
         said
         == [
             (
-                f"the prompt has {len(ids)} tokens: the context window is 64 tokens and the answer needs "
-                "at least one of them; shorten the prompt to 63 tokens",
+                f"the prompt is too long: it has {len(ids)} tokens, this model's maximum context length is "
+                "64 tokens and the answer needs at least one of them; shorten the prompt to 63 tokens",
                 "prompt",
             )
         ]

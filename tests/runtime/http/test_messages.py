@@ -177,7 +177,10 @@ async def test_errors_are_the_clients_own_exceptions(client: AsyncAnthropic, ser
         ({"extra_body": {"temperature": -1}}, "temperature: "),
         ({"messages": [{"role": "user", "content": [image]}]}, r"messages\[0\].content\[0\].type: 'image'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role: "),
-        ({"messages": [{"role": "user", "content": "word " * 500}]}, "context window is 300 tokens"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 500}]},
+            "prompt is too long: it has 1016 tokens",
+        ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].type: 'bash_20250124'"),
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools: "),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: "),

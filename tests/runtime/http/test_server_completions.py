@@ -95,8 +95,8 @@ async def test_prompt_that_fills_the_window_is_refused_with_both_numbers(stream:
     async with serving(say([10])) as served:
         status, body = await served.post(PATH, {"prompt": [10] * 64, "max_tokens": 1, "stream": stream})
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-    assert "the prompt has 64 tokens" in body["error"]["message"]
-    assert "window is 64 tokens" in body["error"]["message"]
+    assert "it has 64 tokens" in body["error"]["message"]
+    assert "length is 64 tokens" in body["error"]["message"]
 
 
 @pytest.mark.parametrize(

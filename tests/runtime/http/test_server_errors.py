@@ -92,7 +92,7 @@ async def test_a_prompt_over_the_window_is_named_and_a_huge_one_never_tokenised(
     status, body = await served.post(path, fields)
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
     assert body["error"]["param"] == param
-    assert "context window is 64 tokens" in body["error"]["message"]
+    assert "this model's maximum context length is 64 tokens" in body["error"]["message"]
     assert ("at least 50000" in body["error"]["message"]) == (HUGE in json.dumps(fields))
     assert served.engine.requests == []
 

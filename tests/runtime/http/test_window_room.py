@@ -111,7 +111,7 @@ async def test_a_prompt_without_room_is_refused_with_window_and_length(
         for most in (1, 2045):
             fields = body(path, length, **{name: most, "stream": stream})
             said = await refused(served, path, json.dumps(fields).encode())
-            assert f"the prompt has {length} tokens: the context window is 64 tokens" in said
+            assert f"it has {length} tokens, this model's maximum context length is 64 tokens" in said
 
 
 @ROUTES
@@ -136,7 +136,9 @@ async def test_tokens_of_the_template_count():
             assert await generated(chatty, path, raw) == (count, "length")
         for length in (room, room + 1):
             said = await refused(chatty, path, json.dumps(asking(length)).encode())
-            assert f"the prompt has {length + around} tokens: the context window is 64 tokens" in said
+            assert (
+                f"it has {length + around} tokens, this model's maximum context length is 64 tokens" in said
+            )
 
 
 async def test_python_has_the_same_rules():
@@ -152,7 +154,9 @@ async def test_python_has_the_same_rules():
         for length, most, count in ((60, 10, 4), (63, 10, 1), (60, 10**9, 4), (60, None, 4)):
             assert ends(length, most) == [(count, "length")] * 2
         for length in (64, 70):
-            with pytest.raises(ContextTooLong, match=f"has {length} tokens: the context window is 64"):
+            with pytest.raises(
+                ContextTooLong, match=f"has {length} tokens, this model's maximum context length is 64"
+            ):
                 ends(length, 10)
         for most in (0, -1):
             with pytest.raises(ValueError, match="max_tokens"):

@@ -76,7 +76,7 @@ def test_a_huge_max_tokens_allocates_nothing_in_advance():
 def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers():
     device = FakeDevice(window=64)
     with pytest.raises(
-        ContextTooLong, match="the prompt has 64 tokens: the context window is 64 tokens"
+        ContextTooLong, match="it has 64 tokens, this model's maximum context length is 64 tokens"
     ) as caught:
         device.add("a", 64)
     assert caught.value.param == "prompt"
@@ -85,7 +85,7 @@ def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers():
 
 def test_the_window_is_at_most_what_the_pool_can_ever_hold():
     device = FakeDevice(blocks=2, capacity=4, block_tokens=16, window=1000)
-    with pytest.raises(ContextTooLong, match="context window is 64 tokens"):
+    with pytest.raises(ContextTooLong, match="maximum context length is 64 tokens"):
         device.add("a", 64)
 
 
