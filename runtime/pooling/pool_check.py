@@ -38,8 +38,8 @@ def check_length(tokens: int, window: int, *, param: str, at_least: bool = False
     if tokens > window:
         count = f"at least {tokens}" if at_least else f"{tokens}"
         raise ContextTooLong(
-            f"{param}: the input has {count} tokens and the model takes {window}; shorten it, or set "
-            "truncate_prompt_tokens=-1 to have its end cut off",
+            f"{param}: the input has {count} tokens and this model's maximum context length is {window}; "
+            "shorten it, or set truncate_prompt_tokens=-1 to have its end cut off",
             param=param,
         )
 

@@ -104,7 +104,7 @@ def test_what_is_alike_is_close(llm: LLM):
 @pytest.mark.demo
 def test_long_inputs_are_refused_or_cut_with_their_special_tokens(llm: LLM):
     long = "word " * 400
-    with pytest.raises(ContextTooLong, match="402 tokens and the model takes 256"):
+    with pytest.raises(ContextTooLong, match="402 tokens and this model's maximum context length is 256"):
         llm.embed(long, progress=False)
     (cut,) = llm.embed(long, truncate_prompt_tokens=-1, progress=False)
     assert len(cut.prompt_token_ids) == 256

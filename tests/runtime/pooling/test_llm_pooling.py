@@ -62,7 +62,11 @@ def test_scores_come_from_vectors_or_from_a_cross_encoder(embedder: LLM):
         (lambda llm: llm.embed([[5], [200]]), InvalidRequest, "token id 200"),
         (lambda llm: llm.embed("w5", dimensions=0), InvalidRequest, "not from 1 to 6"),
         (lambda llm: llm.embed("w5", truncate_prompt_tokens=0), InvalidRequest, "truncate_prompt_tokens"),
-        (lambda llm: llm.embed(words(*range(5, 25))), ContextTooLong, "22 tokens and the model takes 16"),
+        (
+            lambda llm: llm.embed(words(*range(5, 25))),
+            ContextTooLong,
+            "22 tokens and this model's maximum context length is 16",
+        ),
         (lambda llm: llm.score("w5", []), InvalidRequest, "documents: give a text or a list"),
         (lambda llm: llm.score(["w5", "w6"], ["w7"] * 3), InvalidRequest, "documents: 3 for 2 queries"),
         (lambda llm: llm.score(["w5", ""], ["w6", "w7"]), InvalidRequest, r"queries\[1\]: must not be empty"),

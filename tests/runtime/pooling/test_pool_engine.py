@@ -111,7 +111,7 @@ def test_a_step_that_raises_ends_its_own_inputs_only(caplog: pytest.LogCaptureFi
     ("request_", "kind", "said"),
     [
         (ask("r"), "InvalidRequest", "the input is empty"),
-        (ask("r", *[5] * 17), "ContextTooLong", "17 tokens and the model takes 16"),
+        (ask("r", *[5] * 17), "ContextTooLong", "17 tokens and this model's maximum context length is 16"),
         (ask("r", 200), "InvalidRequest", "token id 200: ids are from 0 to 199"),
         (ask("r", 5, dimensions=SIZE + 1), "InvalidRequest", "not from 1 to 6"),
         (ask("r", 5, token_types=(0, 1)), "InvalidRequest", "2 types from 0 to 1 for 1 tokens"),
