@@ -200,6 +200,13 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
+class ResponseInputTokens(_Exact):
+    """Answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class InputUsage(_Exact):
     """Tokens of inputs; nothing is generated."""
 

@@ -35,7 +35,7 @@ from ostinato.runtime.http.live_status import Status
 from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
 from ostinato.runtime.http.openapi_failures import failures
 from ostinato.runtime.http.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
-from ostinato.runtime.http.responses_schema import ResponsesRequest
+from ostinato.runtime.http.responses_schema import InputTokensRequest, ResponsesRequest
 from ostinato.runtime.http.server_state import STATE
 from ostinato.runtime.http.wire import Wire
 from ostinato.runtime.messages import EngineState
@@ -71,6 +71,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): Route(answers.ChatAnswer, ChatRequest, streams=True),
     ("POST", "/v1/completions"): Route(answers.TextAnswer, CompletionRequest, streams=True),
     ("POST", "/v1/responses"): Route(_OBJECT, ResponsesRequest, streams=True),
+    ("POST", "/v1/responses/input_tokens"): Route(answers.ResponseInputTokens, InputTokensRequest),
     ("GET", "/v1/responses/{id}"): Route(
         _OBJECT,
         streams=True,

@@ -1,16 +1,18 @@
-"""POST /v1/responses and what can be done with a response later: get, cancel, delete, list its input."""
+"""POST /v1/responses, what its prompt has in tokens, and what can be done with a response later."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.http.answer_parts import dump, new_id
 from ostinato.runtime.http.api_keys import Caller
-from ostinato.runtime.http.chat_run import begin_chat
+from ostinato.runtime.http.api_schema import ChatRequest
+from ostinato.runtime.http.chat_run import FieldNames, begin_chat, prompt_ids
 from ostinato.runtime.http.client_watch import cancelled_when_client_leaves
 from ostinato.runtime.http.json_response import json_response
 from ostinato.runtime.http.named_events import stream_frames
@@ -20,7 +22,7 @@ from ostinato.runtime.http.responses_items import ITEM, Item, ItemReference, Mes
 from ostinato.runtime.http.responses_prompt import chat_of, input_items
 from ostinato.runtime.http.responses_render import ResponseAnswer, response_id
 from ostinato.runtime.http.responses_runs import RESPONSES, ResponseRun, Responses
-from ostinato.runtime.http.responses_schema import ResponsesRequest
+from ostinato.runtime.http.responses_schema import InputTokensRequest, PromptRequest, ResponsesRequest
 from ostinato.runtime.http.server_state import STATE, ServerState
 
 _LISTED = 20  # input items of one page, as OpenAI has it
@@ -35,6 +37,7 @@ def add_response_routes(app: web.Application) -> None:
     app.add_routes(
         [
             web.post("/v1/responses", create_response),
+            web.post("/v1/responses/input_tokens", count_input_tokens),
             web.get(one, get_response),
             web.delete(one, delete_response),
             web.post(f"{one}/cancel", cancel_response),
@@ -68,6 +71,15 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             async for _ in made:
                 pass
         return json_response(run.answer.body())
+
+
+async def count_input_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of such a response has."""
+    state, responses = request.app[STATE], request.app[RESPONSES]
+    fields = await read_request(request, InputTokensRequest)
+    asked = _read(responses, fields, _caller().name)
+    ids = await prompt_ids(state, asked.chat, asked.names)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -128,24 +140,39 @@ async def list_input_items(request: web.Request) -> web.Response:
     return _json(f'{{"data":[{",".join(texts[item_id] for item_id in page)}],{rest}')
 
 
-async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequest) -> ResponseRun:
-    caller = _caller()
+@dataclass(frozen=True)
+class _Asked:
+    """A conversation: as a chat request, and as items, those of earlier responses as they are stored."""
+
+    chat: ChatRequest
+    names: FieldNames
+    earlier: tuple[str, ...]
+    new: list[Item]
+
+
+def _read(responses: Responses, fields: PromptRequest, owner: str) -> _Asked:
     earlier: tuple[str, ...] = ()
     if (before := fields.previous_response_id) is not None:
-        earlier = responses.stored(before, caller.name, param="previous_response_id").history
-    new = [_resolved(item, at, responses, caller.name) for at, item in enumerate(input_items(fields))]
+        earlier = responses.stored(before, owner, param="previous_response_id").history
+    new = [_resolved(item, at, responses, owner) for at, item in enumerate(input_items(fields))]
     _check_ids(new)
     chat, names = chat_of(fields, [ITEM.validate_json(item) for item in earlier], new)
+    return _Asked(chat, names, earlier, new)
+
+
+async def _begin(state: ServerState, responses: Responses, fields: ResponsesRequest) -> ResponseRun:
+    caller = _caller()
+    asked = _read(responses, fields, caller.name)
     name = response_id()
-    choice = await begin_chat(state, chat, name, names)
+    choice = await begin_chat(state, asked.chat, name, asked.names)
     answer = ResponseAnswer(name, state.model, state.text.codec, fields, choice, streams=bool(fields.stream))
     return ResponseRun(
         caller=caller,
         choice=choice,
-        names=names,
+        names=asked.names,
         answer=answer,
-        earlier=earlier,
-        new=tuple(_as_listed(item) for item in new),
+        earlier=asked.earlier,
+        new=tuple(_as_listed(item) for item in asked.new),
         keeps=fields.store is not False,
         background=bool(fields.background),
     )

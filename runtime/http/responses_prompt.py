@@ -17,7 +17,7 @@ from ostinato.runtime.http.responses_items import (
     TextPart,
     Tool,
 )
-from ostinato.runtime.http.responses_schema import ResponsesRequest, TextFormat, ToolChoice
+from ostinato.runtime.http.responses_schema import PromptRequest, ResponsesRequest, TextFormat, ToolChoice
 
 # Fields of a chat request by another name here.
 _NAMES = {
@@ -30,7 +30,7 @@ _NAMES = {
 }
 
 
-def input_items(fields: ResponsesRequest) -> list[Item]:
+def input_items(fields: PromptRequest) -> list[Item]:
     """The new items; a string is a message of the user."""
     if isinstance(fields.input, str):
         return [MessageItem(role="user", content=fields.input)]
@@ -38,7 +38,7 @@ def input_items(fields: ResponsesRequest) -> list[Item]:
 
 
 def chat_of(
-    fields: ResponsesRequest, earlier: Sequence[Item], new: Sequence[Item]
+    fields: PromptRequest, earlier: Sequence[Item], new: Sequence[Item]
 ) -> tuple[ChatRequest, FieldNames]:
     """The same request for the chat route, and what its fields are called here.
 
@@ -50,20 +50,31 @@ def chat_of(
     messages, sources = _messages(fields.instructions, [*earlier, *new], origins)
     names = FieldNames(_NAMES, sources)
     values: dict[str, object] = {
-        **fields.shared(),
-        "stop": fields.stop,
-        "thinking_token_budget": fields.thinking_token_budget,
+        **_generation(fields),
+        "chat_template_kwargs": fields.chat_template_kwargs,
         "messages": messages,
-        "max_completion_tokens": fields.max_output_tokens,
         **_tools(fields),
     }
-    if fields.wants_logprobs:
-        values |= {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
     if fields.reasoning is not None:
         values["reasoning_effort"] = fields.reasoning.effort
     if fields.text is not None and fields.text.format is not None:
         values["response_format"] = _response_format(fields.text.format)
     return chat_request(values, names), names
+
+
+def _generation(fields: PromptRequest) -> dict[str, object]:
+    """How the answer is generated, if there is to be one."""
+    if not isinstance(fields, ResponsesRequest):
+        return {}
+    values: dict[str, object] = {
+        **fields.shared(),
+        "stop": fields.stop,
+        "thinking_token_budget": fields.thinking_token_budget,
+        "max_completion_tokens": fields.max_output_tokens,
+    }
+    if fields.wants_logprobs:
+        values |= {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
+    return values
 
 
 def _messages(
@@ -130,7 +141,7 @@ def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
-def _tools(fields: ResponsesRequest) -> dict[str, object]:
+def _tools(fields: PromptRequest) -> dict[str, object]:
     tools, choice = list(fields.tools or ()), fields.tool_choice
     if isinstance(choice, ToolChoice) and choice.tools is not None:
         allowed = [str(tool["name"]) for tool in choice.tools]

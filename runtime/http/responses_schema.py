@@ -1,4 +1,4 @@
-"""The request of POST /v1/responses, as strict as those of the other routes."""
+"""The requests of POST /v1/responses and /v1/responses/input_tokens, as strict as those of other routes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from ostinato.runtime.http.responses_items import InputItem, Tool
 from ostinato.runtime.http.sampling_schema import Stop
-from ostinato.runtime.http.shared_sampling import SharedSampling
+from ostinato.runtime.http.shared_sampling import SharedSampling, TemplateFields
 from ostinato.runtime.http.wire import STRICT, Whole, optional, required
 
 IGNORED = frozenset(
@@ -150,8 +150,8 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(SharedSampling):
-    """POST /v1/responses."""
+class PromptRequest(TemplateFields):
+    """What a prompt is made of, and what the answer may be."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = UNSUPPORTED
@@ -162,10 +162,6 @@ class ResponsesRequest(SharedSampling):
     )
     instructions: str | None = optional(
         "a system message in front of everything; those of an earlier response do not count any more"
-    )
-    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = optional(
-        "1 or more, thoughts included. An upper bound: it is cut to what the window leaves",
-        "what the window leaves",
     )
     text: TextConfig | None = optional(
         "`format`: `text`, `json_object`, or `json_schema` with `name` and `schema`. `verbosity`: only medium"
@@ -183,10 +179,19 @@ class ResponsesRequest(SharedSampling):
         "`effort`: the `reasoning_effort` of /v1/chat/completions. `summary` (without effect): the thoughts "
         "themselves are in the answer, as `content` of `reasoning` items"
     )
+    previous_response_id: str | None = optional("a stored response, whose conversation goes on")
+
+
+class ResponsesRequest(PromptRequest, SharedSampling):
+    """POST /v1/responses."""
+
+    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = optional(
+        "1 or more, thoughts included. An upper bound: it is cut to what the window leaves",
+        "what the window leaves",
+    )
     store: bool | None = optional(
         "keep the response for `server.store_ttl_s`, for GET and `previous_response_id`; see below", "true"
     )
-    previous_response_id: str | None = optional("a stored response, whose conversation goes on")
     background: bool | None = optional(
         "answer at once, generate on; needs `store`. The response is asked for with GET, and cancelled "
         "with POST .../cancel",
@@ -227,3 +232,7 @@ class ResponsesRequest(SharedSampling):
     def wants_logprobs(self) -> bool:
         """Whether tokens are listed with their log-probabilities."""
         return LOGPROBS in (self.include or ())
+
+
+class InputTokensRequest(PromptRequest):
+    """POST /v1/responses/input_tokens."""

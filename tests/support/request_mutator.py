@@ -18,7 +18,7 @@ from ostinato.runtime.http.api_schema import (
     TokenizeRequest,
 )
 from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
-from ostinato.runtime.http.responses_schema import ResponsesRequest
+from ostinato.runtime.http.responses_schema import InputTokensRequest, ResponsesRequest
 
 Body = dict[str, Any]  # Any: JSON, and what breaks it
 
@@ -28,6 +28,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -108,6 +109,7 @@ _SEEDS: dict[str, list[Body]] = {
             "store": False,
         },
     ],
+    "/v1/responses/input_tokens": [{"input": "hello", "instructions": "Be brief"}],
     "/tokenize": [
         {"prompt": "hello"},
         {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True},

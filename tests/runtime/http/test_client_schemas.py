@@ -11,13 +11,14 @@ from ostinato.runtime.http.api_errors import refusal
 from ostinato.runtime.http.api_schema import ChatRequest
 from ostinato.runtime.http.messages_schema import CountRequest, MessagesRequest
 from ostinato.runtime.http.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
-from ostinato.runtime.http.responses_schema import ResponsesRequest
+from ostinato.runtime.http.responses_schema import InputTokensRequest, ResponsesRequest
 from ostinato.runtime.http.shared_sampling import SharedSampling
 from ostinato.runtime.http.wire import Wire
 
 MESSAGE = {"max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
 LEAST: dict[type[Wire], dict[str, Any]] = {
     ResponsesRequest: {"input": "x"},
+    InputTokensRequest: {"input": "x"},
     MessagesRequest: MESSAGE,
     CountRequest: {"messages": MESSAGE["messages"]},
     EmbeddingRequest: {"input": "x"},

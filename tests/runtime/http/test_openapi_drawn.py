@@ -97,6 +97,7 @@ GOOD = {
     "POST /v1/messages": [{"messages": [TURN], "max_tokens": 5}],
     "POST /v1/messages/count_tokens": [{"messages": [TURN]}],
     "POST /v1/responses": [{"input": "a"}, {"input": [TURN], "background": True}],
+    "POST /v1/responses/input_tokens": [{"input": [TURN], "instructions": "a"}],
     "POST /tokenize": [{"prompt": "a", "return_token_strs": True}, {"messages": [TURN]}],
     "POST /detokenize": [{"tokens": [10, 11]}],
     "POST /admin/sleep": [{"level": 2}],

@@ -111,6 +111,23 @@ async def test_a_conversation_goes_on_by_id_and_by_sending_items_back(client: As
     assert [[part.text for part in item.content] for item in listed.data] == [["More"]]
 
 
+async def test_input_tokens_are_what_the_response_will_cost(client: AsyncOpenAI, served: Served):
+    for asked in (
+        {"input": "Hello"},
+        {"input": [{"role": "user", "content": "Hello"}], "instructions": "Be brief"},
+        {"input": "More", "previous_response_id": (await client.responses.create(input="Hello")).id},
+    ):
+        counted = await client.responses.input_tokens.count(model="toy", **asked)
+        made = await client.responses.create(model="toy", **asked)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == made.usage.input_tokens
+        assert counted.input_tokens == len(served.engine.requests[-1].prompt_token_ids)
+    with pytest.raises(openai.NotFoundError, match="resp_x"):
+        await client.responses.input_tokens.count(input="x", previous_response_id="resp_x")
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens: is not a known field"):
+        await client.responses.input_tokens.count(input="x", extra_body={"max_output_tokens": 3})
+
+
 async def test_listed_messages_have_parts_whatever_the_client_sent(client: AsyncOpenAI):
     said = ["Hello", [{"type": "input_text", "text": "again"}]]
     items = [{"role": "user", "content": said[0]}, {"role": "assistant", "content": "Hi"}]
