@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
+
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.choice_output import ChoiceOutput
 from ostinato.runtime.grammar.grammar_spec import FIELDS as GRAMMAR_FIELDS
@@ -22,8 +24,7 @@ from ostinato.runtime.output.harmony_format import FINAL, HarmonyThoughts
 from ostinato.runtime.thinking.thought_marks import with_thoughts
 
 _PROMPT_END = 32  # tokens; enough for the marker with which some prompts begin the thoughts
-_BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_STRINGS = re.compile(r"'[^']*'|\"[^\"]*\"")
+_JINJA = Environment()  # to tell words from strings
 _SWITCHES = ("enable_thinking", "thinking")
 
 MakeOutput = Callable[[SamplingParams, Sequence[int]], ChoiceOutput]
@@ -32,7 +33,11 @@ MakeOutput = Callable[[SamplingParams, Sequence[int]], ChoiceOutput]
 @lru_cache(maxsize=64)
 def _code(template: str) -> str:
     """What stands in the blocks of a Jinja template, without strings. Read, not run: it may be a client's."""
-    return _STRINGS.sub("''", " ".join(_BLOCKS.findall(template)))
+    try:
+        tokens = list(_JINJA.lex(template))
+    except TemplateSyntaxError:
+        return template  # who renders it says what is wrong
+    return "".join(value if kind in ("name", "operator") else " " for _, kind, value in tokens)
 
 
 def _reads(template: str, variable: str) -> bool:

@@ -99,7 +99,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _role_fits_fields(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role != "assistant":  # what some libraries make of an empty answer
             raise PydanticCustomError("no_content", f"is required for role {self.role!r}", {"at": "content"})
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("wrong_role", "belongs to role 'assistant' only", {"at": "tool_calls"})

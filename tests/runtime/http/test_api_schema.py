@@ -211,7 +211,8 @@ BAD_MESSAGES = [
         [{"role": "user", "content": "x", "tool_calls": [{"function": {}}]}],
         "messages[0].tool_calls[0].function.name",
     ),
-    ([{"role": "assistant", "content": None}], "messages[0].content"),
+    ([{"role": "system", "content": None}], "messages[0].content"),
+    ([{"role": "tool", "tool_call_id": "c"}], "messages[0].content"),
     (
         [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "text"}]}],
         "messages[1].content[0].text",

@@ -7,6 +7,7 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 from ostinato.errors import ConfigError
+from ostinato.runtime.http.chat_format import shows_tools
 from tests.support.tool_serving import (
     ARGUMENTS,
     ASK,
@@ -247,6 +248,35 @@ async def test_arguments_of_past_calls_have_the_form_that_the_template_reads(sho
         status, _ = await server.post(CHAT, {**ASK, "tools": None, "messages": messages})
         prompt = server.state.text.decode(server.engine.requests[0].prompt_token_ids)
     assert (status, prompt) == (200, expected)
+
+
+async def test_an_empty_answer_comes_back_as_null_or_as_empty_text():
+    async with served("ok") as server:
+        for content in ("", None):
+            said = {"role": "assistant", "content": content, "reasoning_content": "hm"}
+            status, _ = await server.post(
+                CHAT, {**ASK, "messages": [*ASK["messages"], said, *ASK["messages"]]}
+            )
+            assert status == 200
+        first, second = (request.prompt_token_ids for request in server.engine.requests)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("template", "shows"),
+    [
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True),
+        ("""{{ '{"name": "x", "arguments": {}}' }}{{ tools }}""", True),
+        (r"""{{ 'it\'s "' }}{%- if tools -%}{% endif %}""", True),
+        ("{# don't #}{{ tools|tojson }}", True),
+        ("""{{ '{"arguments": {}}' ~ 'tools' }}""", False),
+        (r"{{ 'it\'s' }}{{ 'tools' }}", False),
+        ("{{ message.tools }}{{ tools_shown }}", False),
+        ("{% raw %}{{ tools }}{% endraw %}{# tools #} tools", False),
+    ],
+)
+def test_a_template_shows_tools_when_it_reads_the_variable(template: str, shows: bool):
+    assert shows_tools(template) is shows
 
 
 async def test_variables_of_a_template_are_not_looked_for_in_its_words():
