@@ -87,7 +87,7 @@ class MessageAnswer:
             case "delta":
                 return _event("content_block_delta", index=index, delta=_delta(event.block, event.text))
             case "stop":
-                return _event("content_block_stop", index=index)
+                return _signature(event.block) + _event("content_block_stop", index=index)
 
 
 def _drain(events: Iterable[BlockEvent]) -> bytes:
@@ -98,6 +98,14 @@ def _drain(events: Iterable[BlockEvent]) -> bytes:
 
 def _event(kind: str, **fields: object) -> bytes:
     return frame(kind, dump({"type": kind, **fields}))
+
+
+def _signature(block: Block) -> bytes:
+    """Thoughts end with a signature, though an empty one: clients that see none leave them out later."""
+    if block.kind != "reasoning":
+        return b""
+    delta = {"type": "signature_delta", "signature": ""}
+    return _event("content_block_delta", index=block.index, delta=delta)
 
 
 def _empty(block: Block) -> dict[str, object]:

@@ -94,18 +94,20 @@ def test_a_streamed_message_is_the_whole_one(made):
                 assert not is_open
                 assert event["index"] == len(blocks)
                 blocks.append({**event["content_block"], "json": ""})
-                is_open = True
+                is_open, kind = True, ""
             case "content_block_delta":
                 assert is_open
                 assert event["index"] == len(blocks) - 1
                 delta = dict(event["delta"])
-                key = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "json"}[
-                    delta.pop("type")
-                ]
+                kind = delta.pop("type")
+                key = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "json"}.get(
+                    kind, "signature"
+                )
                 (piece,) = delta.values()
                 blocks[-1][key] += piece
             case "content_block_stop":
                 is_open = False
+                assert (kind == "signature_delta") == (blocks[-1]["type"] == "thinking")
             case "message_delta":
                 end = event
     assert not is_open

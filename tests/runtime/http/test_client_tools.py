@@ -187,6 +187,18 @@ async def test_a_message_has_thoughts_text_and_calls(
     )
 
 
+async def test_streamed_thoughts_end_with_a_signature(anthropic: AsyncAnthropic):
+    """Vercel's AI SDK leaves thoughts that had none out of what it sends back."""
+    asked = {"model": "toy", "max_tokens": 999, "messages": [{"role": "user", "content": "Hello"}]}
+    stream = await anthropic.messages.create(**asked, tools=MESSAGES_TOOLS, stream=True)
+    deltas = [event.delta async for event in stream if event.type == "content_block_delta"]
+    kinds = [delta.type for delta in deltas]
+    at = kinds.index("signature_delta")
+    assert deltas[at].signature == ""
+    assert (set(kinds[:at]), kinds[at + 1]) == ({"thinking_delta"}, "text_delta")
+    assert kinds.count("signature_delta") == 1
+
+
 async def test_thinking_is_switched_by_the_request(anthropic: AsyncAnthropic, served: Served):
     asked = {"model": "toy", "max_tokens": 999, "messages": [{"role": "user", "content": "Hello"}]}
     await anthropic.messages.create(**asked, extra_body={"thinking": {"type": "enabled"}})
