@@ -209,7 +209,7 @@ class ResponsesRequest(PromptRequest, SharedSampling):
         "are accepted: answers here have nothing that they name, and thoughts are never encrypted"
     )
     top_logprobs: Annotated[Whole, Field(ge=0)] | None = optional(
-        "0 to `server.max_logprobs`; needs `message.output_text.logprobs` in `include`", "0"
+        "0 to `server.max_logprobs`; more than 0 asks for log-probabilities whatever `include` says", "0"
     )
     stop: Stop | None = optional("as in /v1/chat/completions; OpenAI's API has none")
     thinking_token_budget: Annotated[Whole, Field(ge=0)] | None = optional(
@@ -220,9 +220,6 @@ class ResponsesRequest(PromptRequest, SharedSampling):
     def _fields_agree(self) -> ResponsesRequest:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("needs_stream", "needs stream=true", {"at": "stream_options"})
-        if self.top_logprobs and not self.wants_logprobs:
-            said = f"needs {LOGPROBS!r} in include"
-            raise PydanticCustomError("needs_include", "{said}", {"at": "top_logprobs", "said": said})
         if self.background and self.store is False:
             said = "needs store: the answer can be had from the store only"
             raise PydanticCustomError("needs_store", "{said}", {"at": "background", "said": said})
@@ -231,7 +228,7 @@ class ResponsesRequest(PromptRequest, SharedSampling):
     @property
     def wants_logprobs(self) -> bool:
         """Whether tokens are listed with their log-probabilities."""
-        return LOGPROBS in (self.include or ())
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
 
 class InputTokensRequest(PromptRequest):

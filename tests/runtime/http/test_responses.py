@@ -170,12 +170,20 @@ async def test_the_end_for_want_of_tokens_is_incomplete(client: AsyncOpenAI):
     assert events[-1].response.output_text == made.output_text
 
 
-async def test_log_probabilities_are_listed_when_included(client: AsyncOpenAI):
-    asked = {"model": "toy", "input": "Hello", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+INCLUDED = {"include": ["message.output_text.logprobs"]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "top"),
+    [({**INCLUDED, "top_logprobs": 2}, 2), (INCLUDED, 0), ({"top_logprobs": 2}, 2)],
+    ids=["both", "included", "top"],
+)
+async def test_log_probabilities_are_listed_when_asked_for(client: AsyncOpenAI, wanted: dict, top: int):
+    asked = {"model": "toy", "input": "Hello", **wanted}
     made = await client.responses.create(**asked)
     whole = made.output[0].content[0].logprobs
     assert b"".join(bytes(entry.bytes) for entry in whole).decode() == TEXT
-    assert all(len(entry.top_logprobs) == 2 for entry in whole)
+    assert all(len(entry.top_logprobs) == top for entry in whole)
     streamed = [event async for event in await client.responses.create(**asked, stream=True)]
     told = [e for event in streamed if event.type == "response.output_text.delta" for e in event.logprobs]
     assert [entry.token for entry in told] == [entry.token for entry in whole]
@@ -232,7 +240,7 @@ async def test_errors_are_the_clients_own_exceptions(client: AsyncOpenAI, served
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"input": "word " * 500}, "input"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": -1}, "top_logprobs"),
         ({"background": True, "store": False}, "background"),
     ):
         with pytest.raises(openai.BadRequestError) as bad:
