@@ -78,6 +78,13 @@ def wants_json_arguments(template: str) -> bool:
     return as_text is not None and f'{{"{_WORD}": "{_WORD}"}}' in as_text
 
 
+@lru_cache(maxsize=64)
+def prints_any_arguments(template: str) -> bool:
+    """Whether arguments of tool calls may be text that is no JSON object, as models write at times."""
+    said = _call_said(template, _WORD)
+    return said is not None and _WORD in said
+
+
 def _call_said(template: str, arguments: object) -> str | None:
     """How a conversation with one call is written; None if the template refuses it."""
     call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": arguments}}

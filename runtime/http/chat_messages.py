@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from ostinato.errors import InvalidRequest
 from ostinato.runtime.chat_roles import Role, role_fault
+from ostinato.runtime.chat_template import prints_any_arguments
 from ostinato.runtime.http.strict_json import parse
 
 _READS_REASONING = re.compile(r"""(\.|\[['"]|get\(['"])reasoning\b""")
@@ -38,7 +39,7 @@ class TextPart(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """The function of a past tool call; `arguments` is JSON text of an object."""
+    """The function of a past tool call; `arguments` is JSON text of an object, or what a model made of it."""
 
     model_config = _STRICT
 
@@ -118,8 +119,9 @@ class ChatMessage(BaseModel):
 def template_messages(messages: list[ChatMessage], template: str) -> list[dict[str, object]]:
     """Plain dicts for the chat template.
 
-    Arguments of tool calls are decoded, since templates print mappings themselves; text that is no JSON
-    object raises InvalidRequest, as do tool calls that `template` never reads.  Thoughts are given under
+    Arguments of tool calls are decoded, since templates print mappings themselves.  Text that is no JSON
+    object stays text, for a model may have written it; where `template` cannot print that it raises
+    InvalidRequest, as do tool calls that `template` never reads.  Thoughts are given under
     every name that `template` reads.  `developer` becomes `system` for one that does not know the word.
     """
     knows_developer, knows_calls = "developer" in template, "tool_calls" in template
@@ -138,7 +140,10 @@ def template_messages(messages: list[ChatMessage], template: str) -> list[dict[s
                 raise InvalidRequest(
                     f"{param}: this model's chat template cannot show tool calls", param=param
                 )
-            shown["tool_calls"] = [_call(call, at, which) for which, call in enumerate(message.tool_calls)]
+            shown["tool_calls"] = [
+                _call(call, f"messages[{at}].tool_calls[{which}].function.arguments", template)
+                for which, call in enumerate(message.tool_calls)
+            ]
         result.append(shown)
     return result
 
@@ -162,11 +167,16 @@ def _content(message: ChatMessage) -> object:
     return [{"type": part.type, "text": part.text} for part in message.content]
 
 
-def _call(call: ToolCall, at: int, which: int) -> dict[str, object]:
-    param = f"messages[{at}].tool_calls[{which}].function.arguments"
-    arguments = parse(call.function.arguments, param, param=param) if call.function.arguments.strip() else {}
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{param}: must be the JSON text of an object", param=param)
+def _call(call: ToolCall, param: str, template: str) -> dict[str, object]:
+    text = call.function.arguments
+    arguments: object = {}
+    try:
+        if text.strip() and not isinstance(arguments := parse(text, param, param=param), dict):
+            raise InvalidRequest(f"{param}: must be the JSON text of an object", param=param)
+    except InvalidRequest:
+        if not prints_any_arguments(template):
+            raise
+        arguments = text
     shown: dict[str, object] = {
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},

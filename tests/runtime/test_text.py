@@ -160,10 +160,20 @@ def test_tool_arguments_reach_the_template_as_a_mapping():
     assert '<tool_call>{"city": "Köln", "days": [1, 2]}</tool_call>' in rendered
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "null", '"x"', '{"a": NaN}', "[" * 100_000])
-def test_tool_arguments_that_are_no_object_are_refused(arguments: str):
+READS_PAIRS = """{% for m in messages %}{% for call in m.tool_calls or [] %}
+{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}
+{% endfor %}{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{", "[1]", "null", '"x"', '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000]
+)
+def test_tool_arguments_that_are_no_object_are_shown_as_they_are_where_the_template_can(arguments: str):
+    shown = template_messages(messages(call(arguments)), CHATML)
+    rendered = front_end().render_chat(shown, add_generation_prompt=False)
+    assert f"<tool_call>{json.dumps(arguments)}</tool_call>" in rendered
     with pytest.raises(InvalidRequest) as caught:
-        template_messages(messages(call(arguments)), CHATML)
+        template_messages(messages(call(arguments)), READS_PAIRS)
     assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
 
 

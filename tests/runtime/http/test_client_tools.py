@@ -372,9 +372,16 @@ async def test_arguments_that_a_model_made_up_are_an_answer_and_not_an_error(pat
             assert block["input"] == ({"a": "\ud800"} if "ud800" in arguments else {})
 
 
-async def test_a_conversation_with_a_call_that_was_cut_says_why_it_cannot_go_on():
+PAIRS = TEMPLATE.replace(
+    "{{ call.function.arguments | tojson }}",
+    "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PAIRS], ids=["prints text", "reads pairs"])
+async def test_a_conversation_goes_on_behind_a_call_that_was_cut_or_says_why_it_cannot(template: str):
     script = writes('<tool_call>\n{"name": "now", "arguments": {"a": "b"}}\n</tool_call>')
-    async with serving(script, text=front_end(template=TEMPLATE), window=2000) as served:
+    async with serving(script, text=front_end(template=template), window=2000) as served:
         fields = {"tools": RESPONSES_TOOLS, "max_output_tokens": 0}
         ids = (
             tokenizer()
@@ -391,6 +398,10 @@ async def test_a_conversation_with_a_call_that_was_cut_says_why_it_cannot_go_on(
             ({"input": [{"role": "user", "content": "Hello"}, *cut["output"], output]}, "input[1]"),
         ):
             status, body = await served.post("/v1/responses", {**fields, **more, "max_output_tokens": 5})
+            if template == TEMPLATE:
+                assert status == 200, body
+                assert json.dumps('{"a":') in prompt_of(served)
+                continue
             assert (status, body["error"]["param"]) == (400, param)
             assert body["error"]["message"].startswith(
                 f"{param}: the text of a call's arguments is not valid JSON: "
