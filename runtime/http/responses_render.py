@@ -18,6 +18,10 @@ from ostinato.runtime.http.responses_schema import ResponsesRequest
 from ostinato.runtime.output.events import Event
 
 _ID_PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
+# where the text of a block is, and its events: the place's name, of a part, of the part's text
+_OUTPUT = "content_index", "response.content_part", "response.output_text"
+_THOUGHTS = "content_index", "response.content_part", "response.reasoning_text"
+_SUMMARY = "summary_index", "response.reasoning_summary_part", "response.reasoning_summary_text"
 
 
 class ResponseAnswer:
@@ -43,6 +47,8 @@ class ResponseAnswer:
         self._fields = fields
         self._choice = choice
         self._streams = streams
+        asked = fields.reasoning
+        self._summarises = asked is not None and bool(asked.summary or asked.generate_summary)
         self._sequence = 0
         self._blocks = AnswerBlocks()
         self._ids: list[str] = []  # of items, by block
@@ -130,22 +136,23 @@ class ResponseAnswer:
         at: dict[str, object] = {"item_id": self._ids[block.index], "output_index": block.index}
         if block.kind == "call":
             return self._tell_call(event, at)
-        at["content_index"] = 0
-        name = "output_text" if block.kind == "text" else "reasoning_text"
+        thoughts = _SUMMARY if self._summarises else _THOUGHTS
+        place, part, text = _OUTPUT if block.kind == "text" else thoughts
+        at[place] = 0
         logprobs = {"logprobs": self._logprobs(event.tokens)} if block.kind == "text" else {}
         match event.what:
             case "start":
                 return self._added(block) + self._event(
-                    "response.content_part.added", **at, part=self._part(block, empty=True)
+                    f"{part}.added", **at, part=self._part(block, empty=True)
                 )
             case "delta":
-                return self._event(f"response.{name}.delta", **at, delta=event.text, **logprobs)
+                return self._event(f"{text}.delta", **at, delta=event.text, **logprobs)
             case "stop":
                 if block.kind == "text":
                     logprobs = {"logprobs": self._logprobs(block.tokens)}
                 return (
-                    self._event(f"response.{name}.done", **at, text=block.text, **logprobs)
-                    + self._event("response.content_part.done", **at, part=self._part(block))
+                    self._event(f"{text}.done", **at, text=block.text, **logprobs)
+                    + self._event(f"{part}.done", **at, part=self._part(block))
                     + self._done(block)
                 )
 
@@ -176,7 +183,8 @@ class ResponseAnswer:
             case "text":
                 return item | {"type": "message", "role": "assistant", "content": content}
             case "reasoning":
-                return item | {"type": "reasoning", "summary": [], "content": content}
+                summary, content = (content, []) if self._summarises else ([], content)
+                return item | {"type": "reasoning", "summary": summary, "content": content}
             case "call":
                 called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
                 return item | {"type": "function_call", **called}
@@ -184,7 +192,7 @@ class ResponseAnswer:
     def _part(self, block: Block, *, empty: bool = False) -> dict[str, object]:
         text = "" if empty else block.text
         if block.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text" if self._summarises else "reasoning_text", "text": text}
         listed = [] if empty else self._logprobs(block.tokens)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": listed}
 

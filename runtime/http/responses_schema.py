@@ -67,7 +67,7 @@ def _word_or_choice(value: object) -> str | None:
 
 
 class Reasoning(BaseModel):
-    """How the model thinks. Summaries are not made: the thoughts themselves are in the answer."""
+    """How the model thinks. Where a summary is asked for, the thoughts themselves take its place."""
 
     model_config = STRICT
 
@@ -176,8 +176,8 @@ class PromptRequest(TemplateFields):
     )
     parallel_tool_calls: bool | None = optional("false: the answer ends behind its first call", "true")
     reasoning: Reasoning | None = optional(
-        "`effort`: the `reasoning_effort` of /v1/chat/completions. `summary` (without effect): the thoughts "
-        "themselves are in the answer, as `content` of `reasoning` items"
+        "`effort`: the `reasoning_effort` of /v1/chat/completions. The thoughts are the `content` of "
+        "`reasoning` items; with `summary` they stand, unabridged, where a client looks for a summary"
     )
     previous_response_id: str | None = optional("a stored response, whose conversation goes on")
 

@@ -107,6 +107,34 @@ async def test_a_response_has_thoughts_text_and_calls_streamed_as_whole(openai: 
         assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
 
 
+async def test_thoughts_take_the_place_of_a_summary_where_one_is_asked_for(
+    openai: AsyncOpenAI, served: Served
+):
+    asked = {"model": "toy", "input": "Hello", "tools": RESPONSES_TOOLS, "reasoning": {"summary": "auto"}}
+    made = await openai.responses.create(**asked)
+    thought = made.output[0]
+    assert [(part.type, part.text.strip()) for part in thought.summary] == [("summary_text", "hm 😀")]
+    assert thought.content == []
+    assert made.reasoning.summary == "auto"
+    async with openai.responses.stream(**asked) as stream:
+        events = [event async for event in stream]
+    own = [event for event in events if getattr(event, "output_index", None) == 0]
+    assert list(dict.fromkeys(event.type for event in own)) == [
+        "response.output_item.added",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.reasoning_summary_part.done",
+        "response.output_item.done",
+    ]
+    assert {event.summary_index for event in own[1:-1]} == {0}
+    assert "".join(event.delta for event in own if event.type.endswith(".delta")) == own[-3].text
+    assert own[-1].item.summary[0].text == own[-2].part.text == own[-3].text == thought.summary[0].text
+    output = {"type": "function_call_output", "call_id": made.output[-1].call_id, "output": "x"}
+    await openai.responses.create(**{**asked, "input": [*made.output, output]})
+    assert f"[{thought.summary[0].text}]" in prompt_of(served), prompt_of(served)
+
+
 def without_ids(item: Any) -> dict[str, Any]:
     return item.model_dump(exclude={"id", "call_id"})
 
