@@ -136,6 +136,7 @@ class StepGraphs:
             replay = self._capture(shape)
         except RuntimeError as error:
             self._stream.synchronize()  # raises on a device that computes no more
+            torch.cuda.empty_cache()
             log.warning(
                 "%s cannot be captured (%s): it and %d others run uncaptured, which is slower; where memory "
                 "is short, lower gpu.graph_tokens or kv.max_gib",

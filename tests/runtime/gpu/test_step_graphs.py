@@ -11,6 +11,7 @@ from torch import Tensor
 from ostinato.runtime.gpu.step_graphs import StepGraphs, bucket_shapes
 from ostinato.runtime.runner import StepShape
 
+given_back: list[bool] = []  # once for each shape, whether it could be captured or not
 SHAPES = [StepShape(1, 1, 1), StepShape(2, 2, 2), StepShape(4, 4, 4)]
 
 
@@ -40,6 +41,8 @@ class Stream:
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[StepShape], Tensor]], StepGraphs]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    given_back.clear()
     free = iter(range(1000, 0, -10))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 1000))
     return lambda body: StepGraphs(body, lambda _: None, list(SHAPES), Stream())  # type: ignore[arg-type]  # fake
@@ -55,6 +58,7 @@ def test_logits_that_are_nan_in_both_runs_are_equal(make: Any) -> None:
     graphs = make(lambda shape: torch.full((shape.logit_rows, 8), torch.nan))
     assert capture_all(graphs) == 3
     assert graphs.bytes == 3 * 10
+    assert len(given_back) == 3
 
 
 def test_a_shape_whose_replay_differs_is_counted_and_not_used(make: Any) -> None:
@@ -79,6 +83,7 @@ def test_a_device_that_is_full_ends_the_captures_and_keeps_those_that_are_made(
     assert capture_all(graphs) == 1
     assert not graphs.capture_next()
     assert "Tried to allocate): it and 1 others run uncaptured" in caplog.text
+    assert len(given_back) == 2, "what the failed one left is given back above all"
 
 
 def test_a_device_that_computes_no_more_is_not_taken_for_a_full_one(
