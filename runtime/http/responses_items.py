@@ -94,7 +94,7 @@ class MessageItem(BaseModel):
 
 
 class FunctionCallItem(BaseModel):
-    """A past call; `arguments` is JSON text of an object."""
+    """A past call; `arguments` is JSON text of an object, or what a model made of it."""
 
     model_config = STRICT
 
