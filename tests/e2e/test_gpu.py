@@ -1,6 +1,6 @@
 """The engine on a GPU: transformers' tokens in float32, graphs that are exact, memory that comes and goes.
 
-OSTINATO_RACE_S makes the race test longer: 600 for a whole one.
+OSTINATO_RACE_S makes the race test longer: 600 for a whole one. OSTINATO_RACE_SEED draws another.
 """
 
 import os
@@ -24,6 +24,7 @@ from tests.support.tiny_models import edit_json
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 RACE_S = float(os.environ.get("OSTINATO_RACE_S", "20"))
+RACE_SEED = int(os.environ.get("OSTINATO_RACE_SEED", "3"))
 NO_CACHE = KVConfig(max_gib=2, initial_mib=512, prefix_cache=False)
 
 
@@ -212,7 +213,7 @@ def test_random_arrivals_aborts_and_preemptions_give_the_tokens_of_requests_alon
             near = next((i for i, m in enumerate(margins) if m < MIN_MARGIN and not drawn), len(margins))
             truth[at] = (request, [event.token_ids[0] for event in events][:near])
         block_bytes = engine._memory.block_bytes
-    draw = random.Random(3)
+    draw = random.Random(RACE_SEED)
     few_gib = 400 * block_bytes / 2**30  # 64 requests begin with 6 blocks each on average and end with 9
     kv = KVConfig(max_gib=few_gib, initial_mib=1)
     live, seen, finished, aborted = {}, {}, 0, 0
@@ -253,4 +254,5 @@ def test_random_arrivals_aborts_and_preemptions_give_the_tokens_of_requests_alon
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
         engine.check()
+    print(f"{finished} finished, {aborted} aborted, {stats.preemptions} preempted")  # seen with -s
     assert min(finished, aborted, stats.preemptions) > 5, (finished, aborted, stats)

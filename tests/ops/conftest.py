@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from ostinato.ops import native
 
@@ -12,6 +13,12 @@ from ostinato.ops import native
 class Built(NamedTuple):
     path: Path
     info: native.BuildInfo
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _references_without_cudnn() -> None:
+    """Racecheck reports races within cuDNN's attention, which references would run on a GPU."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @pytest.fixture(scope="session")

@@ -197,6 +197,27 @@ def run_all(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
     return [call() for call in calls]
 
 
+BLOCKS_ALONE = (Tile(24), Tile(64, 2), Tile(48, 1))
+CLUSTERS = (Tile(64, 2, 2), Tile(64, 2, 1, 2), Tile(64, 1, 2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [BLOCKS_ALONE, CLUSTERS], ids=["alone", "clusters"])
+def test_small_layers_match_float64_within_the_budget(tiles: Sequence[Tile]) -> None:
+    x, weight, bias, norm, residual = made(130, 272, 328, torch.bfloat16)
+    plain, gated = (
+        (x, weight, bias, None, 0.0, 0.0, False, residual),
+        (x, weight, norm, 1e-6, 0.0, True, "silu"),
+    )
+    cases = [(skinny_linear.launch, skinny_linear_reference, plain, tile) for tile in tiles]
+    cases += [
+        (skinny_gated.launch, skinny_gated_reference, gated, tile) for tile in tiles if tile.rows % 32 == 0
+    ]
+    outs = run_all([partial(launch, *args, config=tile) for launch, _, args, tile in cases])
+    for out, (_, reference, args, _) in zip(outs, cases, strict=True):
+        assert_within_budget(out, reference(*wide(args)), reference(*args))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_linear_layers_match_float64_within_the_budget(dtype: torch.dtype) -> None:

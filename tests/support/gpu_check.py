@@ -39,7 +39,6 @@ RACY = (
     "wgmma_prefill",
 )
 LIBRARY = ("--kernel-name-exclude", "kernel_substring=nvjet")  # cuBLAS, in which racecheck sees races
-NO_CUDNN = (("TORCH_CUDNN_SDPA_ENABLED", "0"),)  # and so it does in cuDNN's attention
 LOG_CHARACTERS = 6000
 # a checker that the machine does not let look into the GPU
 REFUSALS = ("Device not supported", "not supported on this device", "Unable to find injection library")
@@ -95,16 +94,7 @@ PARTS = (
     Part("e2e-serve", 240, command=_pytest("tests/e2e/test_gpu_serve.py")),
     Part("e2e-embed", 90, command=_pytest("tests/e2e/test_embeddings.py")),
     Part("memcheck", 300, tests=UNIT, processes=8, per_file=3, checker="memcheck", environment=NO_CACHE),
-    Part(
-        "racecheck",
-        300,
-        tests=UNIT[:1],
-        processes=7,
-        per_file=2,
-        checker="racecheck",
-        only=RACY,
-        environment=NO_CUDNN,
-    ),
+    Part("racecheck", 300, tests=UNIT[:1], processes=7, per_file=2, checker="racecheck", only=RACY),
     _benchmark("engine", 300),
     _benchmark("linears", 90),
     _benchmark("attention", 90),
