@@ -1,8 +1,8 @@
 """Prefill by tensor cores: what is left to Triton, what a launch is made of; the kernel on a Hopper GPU."""
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -94,7 +94,28 @@ def test_a_launch_has_a_block_for_every_tile_and_boxes_of_whole_rows(
         assert boxes[0].box == (64, c["GROUP"], queries)
         assert boxes[1].box == boxes[2].box == (64, 1, block, 1)
         assert boxes[0].shape == (128, heads, len(args[0]))
+        assert [box.address for box in boxes] == [operand.data_ptr() for operand in args[:3]]
         assert launched.args[7:12] == (len(steps), len(args[0]), args[3].shape[1], heads, min_new)
+        assert launched.args[12] == pytest.approx(128**-0.5 / math.log(2)), "exponentials are of 2"
+
+
+def test_operands_with_strides_are_read_where_they_are(launched: Launched) -> None:
+    q, k, v, tables, lengths, starts, scale, *_ = made(8, 2, 16, [(200, 233), (99, 99)])
+    merged = torch.zeros(len(q), 12, 128, dtype=q.dtype)  # heads of K and V behind those of q
+    both = torch.zeros(len(k), 16, 2, 2, 128, dtype=k.dtype)  # K and V side by side in a block
+    wide = torch.zeros(2, 40, dtype=torch.int32)
+    views = merged[:, :8], both[:, :, 0], both[:, :, 1]
+    out = torch.empty_like(q)
+    wgmma_prefill.launch(*views, wide[:, :20], lengths, starts, out, scale, min_new=2)
+    queries, *planes = launched.args[:3]
+    assert (queries.address, queries.strides) == (merged.data_ptr(), (128, 12 * 128))
+    for plane, view in zip(planes, views[1:], strict=True):
+        assert (plane.address, plane.strides) == (view.data_ptr(), (128, 4 * 128, 16 * 4 * 128))
+    assert (launched.args[4], launched.args[9]) == (wide.data_ptr(), 40)
+    turned = tables.t().contiguous().t()
+    wgmma_prefill.launch(*views, turned, lengths, starts, out, scale, min_new=2)
+    assert launched.args[4] != turned.data_ptr(), "entries of a sequence that lie apart are copied"
+    assert launched.args[9] == tables.shape[1]
 
 
 def test_copies_of_indices_live_until_the_launch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +134,9 @@ def test_copies_of_indices_live_until_the_launch(launched: Launched, monkeypatch
 
 def test_what_the_kernel_does_not_do_is_left_to_triton(launched: Launched) -> None:
     q, k, v, *_ = made(8, 2, 16, [(300, 300)])
-    ask = partial(wgmma_prefill.can_launch)
+    ask = wgmma_prefill.can_launch
     assert ask(q, k, v, 0, 0.0, None)
+    assert ask(q[:256], k, v, 0, 0.0, None)
     assert not ask(q[:255], k, v, 0, 0.0, None)
     assert not ask(q, k, v, 64, 0.0, None)
     assert not ask(q, k, v, 0, 30.0, None)
@@ -123,6 +145,16 @@ def test_what_the_kernel_does_not_do_is_left_to_triton(launched: Launched) -> No
     assert not ask(q[..., :64], k[..., :64], v[..., :64], 0, 0.0, None)
     assert not ask(q[:, :6], k, v, 0, 0.0, None)
     assert not ask(q, k[:, :12], v[:, :12], 0, 0.0, None)
+
+
+def test_what_the_copy_engine_cannot_read_is_left_to_triton(launched: Launched) -> None:
+    q, k, v, *_ = made(8, 2, 16, [(300, 300)])
+    odd = q.new_zeros(300, 8, 132)
+    assert not wgmma_prefill.can_launch(odd[..., :128], k, v, 0, 0.0, None), "rows that begin at odd bytes"
+    shifted = q.new_zeros(300, 8, 136)[..., 4:132]
+    assert not wgmma_prefill.can_launch(shifted, k, v, 0, 0.0, None), "a first row that does"
+    apart = k.new_zeros(len(k), 16, 2, 256)[..., ::2]
+    assert not wgmma_prefill.can_launch(q, apart, v, 0, 0.0, None), "values that lie apart"
 
 
 def test_it_compiles_for_hopper(launched: Launched) -> None:
