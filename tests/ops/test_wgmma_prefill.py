@@ -100,7 +100,7 @@ def test_a_launch_has_a_block_for_every_tile_and_boxes_of_whole_rows(
 
 
 def test_operands_with_strides_are_read_where_they_are(launched: Launched) -> None:
-    q, k, v, tables, lengths, starts, scale, *_ = made(8, 2, 16, [(200, 233), (99, 99)])
+    q, k, _, tables, lengths, starts, scale, *_ = made(8, 2, 16, [(200, 233), (99, 99)])
     merged = torch.zeros(len(q), 12, 128, dtype=q.dtype)  # heads of K and V behind those of q
     both = torch.zeros(len(k), 16, 2, 2, 128, dtype=k.dtype)  # K and V side by side in a block
     wide = torch.zeros(2, 40, dtype=torch.int32)
