@@ -54,14 +54,14 @@ class _Compiled(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What decides a compiled kernel, for whoever compiles it."""
+    """What decides a compiled kernel, for whoever compiles it: `triton_kernels` or `cuda_kernels`."""
 
     key: str
     module: str  # where the kernel is written, and its name there
     function: str
-    names: tuple[str, ...]  # of its parameters
-    kinds: tuple[tuple[str, Any], ...]  # of each parameter: see `compile_kernel`
-    options: tuple[Any, ...]  # as `OPTIONS`
+    names: tuple[str, ...]  # of a Triton kernel's parameters; of a CUDA source's constants
+    kinds: tuple[tuple[str, Any], ...]  # of each: ("const", value), or (type, whether divisible by 16)
+    options: tuple[Any, ...]  # Triton: as `triton_kernels.OPTIONS`; CUDA: threads, bytes of shared memory
 
 
 class Recording:
@@ -82,13 +82,26 @@ class KernelStore:
 
     def __init__(self) -> None:
         self.is_sealed = False  # nothing is compiled, except in a recording
-        # Percent of L1 that launches want as shared memory. All kernels of a step ask for the same: to
-        # change it a multiprocessor must run empty, so the next kernel could not begin before the last ends.
-        self.carveout = 100
         self.launches = 0  # since start, for tests and logs
         self.recording_now: Recording | None = None
         self._compiled: dict[str, _Compiled] = {}
         self._one_recording = threading.Lock()
+        self._step = threading.local()  # .carveout
+
+    @property
+    def carveout(self) -> int:
+        """Percent of L1 that the calling thread's launches want as shared memory; 100 until it is set.
+
+        All kernels of a step ask for the same: to change it a multiprocessor must run empty, so the next
+        kernel could not begin before the last ends. It is no argument of an op, for a graph's ops know
+        nothing of the step that they run in; and of a thread, for wgmma_linear's variants depend on it, and
+        two engines of a process would launch what neither has compiled.
+        """
+        return getattr(self._step, "carveout", 100)
+
+    @carveout.setter
+    def carveout(self, percent: int) -> None:
+        self._step.carveout = percent
 
     @contextmanager
     def recording(self, *, is_dry: bool = False) -> Iterator[Recording]:

@@ -1,5 +1,6 @@
 """The store of compiled kernels: what an artifact keeps of it, and what a server refuses."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,23 @@ def test_a_recording_may_compile_in_a_sealed_store() -> None:
     with store.recording():
         assert store.get("a", lambda: (binary("a"), b"code"))[1] == b"code"
     assert store.get("a", never)[1] == b"code"
+
+
+def test_the_split_of_l1_is_that_of_the_thread_whose_step_runs() -> None:
+    """Two engines of a process: the variants of wgmma_linear follow from it."""
+    store = KernelStore()
+    assert store.carveout == 100
+    store.carveout = 50
+    seen: list[int] = []
+
+    def another_engine() -> None:
+        seen.append(store.carveout)
+        store.carveout = 75
+
+    other = threading.Thread(target=another_engine)
+    other.start()
+    other.join()
+    assert (seen, store.carveout) == ([100], 50)
 
 
 def test_kernels_of_another_gpu_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

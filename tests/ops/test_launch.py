@@ -152,9 +152,13 @@ def test_a_launch_hands_the_driver_what_cuda_h_says(
     ours.launch((5,), (x[1:], -8, 0.5, 32), options)
     assert driver()[:3] == [5, 1, 1]
     assert driver()[12:15] == [x[1:].data_ptr(), -8, 4]
+    store.carveout = 25  # the next step is of another shape
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 78)
+    ours.launch((5,), (x[1:], -8, 0.5, 32), options)
+    assert driver()[7:10] == [78, 1, 1425]
     with pytest.raises(EngineError, match=r"launch of kernel with grid \(99,\) failed: CUDA_ERROR_700"):
         ours.launch((99,), (x, 7, 2.5, 32), options)
-    assert store.launches == 3
+    assert store.launches == 4
 
 
 def test_a_variant_is_found_by_what_the_arguments_are_and_not_by_how_they_are_given(
