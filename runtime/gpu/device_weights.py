@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +69,7 @@ class DeviceWeights:
             out[name] = flat.view(place.dtype).view(place.shape)
         return out
 
-    def fill(self, progress: Callable[[float], None] | None = None) -> str:
+    def fill(self) -> str:
         """Copy the file, or its copy in host memory, to the device; return its digest, as of `hash_file`.
 
         Raises ArtifactError when the file is gone or has become shorter. Cost: one read of the file; 16 GB of
@@ -80,7 +80,6 @@ class DeviceWeights:
         stream = torch.cuda.Stream(self._whole.device) if on_gpu else None
         local = threading.local()
         threads = max(1, min(THREADS, os.cpu_count() or 1, len(pieces)))
-        done = 0
         with self._opened() as file:
 
             def move(at: int) -> bytes:
@@ -105,12 +104,7 @@ class DeviceWeights:
                 return hashlib.sha256(_bytes_of(piece)).digest()
 
             with ThreadPoolExecutor(threads, thread_name_prefix="ostinato-weights") as pool:
-                digests = []
-                for digest in pool.map(move, pieces):
-                    digests.append(digest)
-                    done += 1
-                    if progress is not None:
-                        progress(done / len(pieces))
+                digests = list(pool.map(move, pieces))
         if stream is not None:
             stream.synchronize()
         whole = hashlib.sha256(b"".join(digests)).hexdigest()

@@ -63,13 +63,12 @@ class HandlePool:
             have = Counter({size: len(handles) for size, handles in self._spare.items()})
         return sum(size * max(0, count - have[size]) for size, count in wanted.items())
 
-    def trim(self, keep_bytes: int = 0) -> int:
-        """Release spare handles until they hold at most `keep_bytes`; return what they hold then.
-
-        Raises `VmmError` if the driver refuses; that handle stays spare.
-        """
-        while (held := self.spare_bytes) > keep_bytes:
+    def trim(self) -> None:
+        """Release all spare handles. Raises `VmmError` if the driver refuses; that handle stays spare."""
+        while True:
             with self._lock:
+                if not self._spare:
+                    return
                 size = max(self._spare)
                 handle = self._spare[size].pop()
                 if not self._spare[size]:
@@ -80,7 +79,6 @@ class HandlePool:
                 with self._lock:
                     self._spare.setdefault(size, []).append(handle)
                 raise
-        return held
 
     def create(self, size: int, *, at: int | None = None) -> int:
         """A spare handle, or a new one. On a full device spare handles of other sizes make room."""

@@ -1,9 +1,9 @@
-"""`VmmDriver`: virtual memory of one device as nine calls, so that one `ElasticBuffer` serves every device.
+"""`VmmDriver`: virtual memory of one device as a few calls, so that one `ElasticBuffer` serves every device.
 
 An address range is reserved once, at no cost. Physical memory is created as handles and mapped under the
-range piece by piece; the address never changes. Drivers: `vmm_host` (Linux), `vmm_plain` (anywhere, cannot
-grow). What physical memory is like (device, shareable or not) is a matter of a driver's constructor, not of
-these calls.
+range piece by piece; the address never changes. Drivers: `vmm_cuda` (NVIDIA), `vmm_host` (Linux), `vmm_plain`
+(anywhere, cannot grow); `handle_pool` makes the handles of another driver beforehand. What physical memory
+is like (device, shareable or not) is a matter of a driver's constructor, not of these calls.
 """
 
 from __future__ import annotations
