@@ -141,8 +141,53 @@ def test_the_default_can_be_launched_for_any_size(is_gated: bool) -> None:
             check_tile("any", default_tile(num_tokens, num_outputs, is_gated, 132), is_gated)
 
 
-def test_odd_rows_beside_the_product_are_read_from_a_copy(launched: Launched) -> None:
-    residual = torch.zeros(4, 17, dtype=torch.bfloat16)[:, 1:]
+def test_the_kernel_is_told_what_it_computes_and_where_it_lies(launched: Launched) -> None:
+    qkv = torch.empty(100, 640, dtype=torch.float16)
+    x, weight = qkv[:, 64:192], torch.empty(64, 128, dtype=torch.float16)
+    out, residual = (
+        torch.empty(100, 32, dtype=torch.float16),
+        torch.empty(100, 40, dtype=torch.float16)[:, :32],
+    )
+    wgmma_linear.launch(x, weight, out, Tile(32, 2), residual_TN=residual, activation="gelu_tanh")
+    (tokens, _), (weights, _), *addresses = launched.args[:5]
+    assert tokens == (x.data_ptr(), 100, 128, 640, torch.float16)
+    assert weights == (weight.data_ptr(), 64, 128, 128, torch.float16)
+    assert addresses == [out.data_ptr(), 0, residual.data_ptr()]
+    assert launched.args[5:] == (100, 32, 40, 2, 1, 2), "tokens, outputs, stride, steps and tiles of both"
+    flags = ("ACT", "BIAS", "RESIDUAL", "HALF")
+    assert [launched.constants[name] for name in flags] == [2, 0, 1, 1]
+    bfloat = [part.bfloat16() for part in (x, weight, out, out[0])]
+    wgmma_linear.launch(*bfloat[:3], Tile(32, 2), bias_N=bfloat[3], activation="silu")
+    assert [launched.constants[name] for name in flags] == [1, 1, 0, 0]
+    assert launched.args[3:5] == (bfloat[3].data_ptr(), 0)
+    assert launched.args[7] == 0
+
+
+def test_the_stride_of_a_lone_row_means_nothing(launched: Launched) -> None:
+    x = torch.empty(64, dtype=torch.bfloat16).as_strided((1, 64), (1, 1))
+    wgmma_linear.launch(x, virtual(16, 64), virtual(1, 16), Tile(16))
+    assert launched.args[0][0].stride == 64
+
+
+def test_what_the_kernel_cannot_read_or_write_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (4, 48))
+    assert not wgmma_linear.can_launch(x, weight, ""), "there is no GPU"
+    monkeypatch.setattr(wgmma_linear, "is_hopper", lambda _: True)
+    ask = wgmma_linear.can_launch
+    assert ask(x, weight, "")
+    assert ask(x, weight, "silu")
+    assert not ask(x, weight[:44], ""), "outputs are stored eight at a time"
+    assert ask(x, weight[:40], "")
+    assert not ask(x, weight[:40], "silu"), "20 outputs"
+    assert not ask(x[:, :60], weight[:, :60], ""), "columns that end inside of 16 bytes"
+    assert not ask(x[:, 4:60], weight[:, :56], "")
+    assert not ask(x[:, :56], weight[:, 4:60], "")
+    assert not ask(x.float(), weight.float(), "")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_odd_rows_beside_the_product_are_read_from_a_copy(launched: Launched, first: int) -> None:
+    residual = torch.zeros(4, 17, dtype=torch.bfloat16)[:, first : first + 16]
     x, weight, out = virtual(4, 64), virtual(16, 64), virtual(4, 16)
     wgmma_linear.launch(x, weight, out, Tile(16), bias_N=residual[0], residual_TN=residual)
     bias, added, _, _, stride = launched.args[3:8]
