@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(PRODUCERS + CONSUMERS, 1) wgmma_pre
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (warp == 0) {
-            if (lane == 0) {
+            if (lane == 0 && num_tiles > 0) {  // else nobody waits for them: they would come after the block's end
                 expect(query_full, TILE_BYTES);
                 load_rows(base, &queries, 0, kv_head * GROUP, place.first, query_full);
                 load_rows(base + PART_BYTES, &queries, 64, kv_head * GROUP, place.first, query_full);
