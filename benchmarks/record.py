@@ -54,13 +54,15 @@ class Row:
 
 
 def write_record(name: str, rows: Sequence[Row]) -> Path:
-    """Print the rows and write `results/<name>.json`; a second run replaces it."""
+    """Print header and rows, and write `results/<name>.json`; a second run replaces it."""
+    about = header()
+    print("; ".join(f"{name}: {said}" for name, said in about.items()))
     for row in rows:
         against = row.baseline_is if row.ratio is None else f"x{row.ratio:g} of {row.baseline_is}"
         print(f"{row.metric:44} {row.value:>10g} {row.unit:8} n={row.n} spread={row.spread:g}  {against}")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    record = {"header": header(), "rows": [asdict(row) for row in rows]}
+    record = {"header": about, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written: {path.relative_to(ROOT)}")
     return path
