@@ -161,6 +161,22 @@ def test_a_launch_hands_the_driver_what_cuda_h_says(
     assert store.launches == 4
 
 
+@pytest.mark.parametrize(("shared", "asked"), [(1000, []), (48 << 10, []), (200_000, [200_000])])
+def test_only_much_shared_memory_is_asked_for(
+    driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, shared: int, asked: list[int]
+) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def set_attribute(*said: object) -> tuple[object]:
+        seen.append(said)
+        return (SimpleNamespace(value=0),)
+
+    monkeypatch.setattr(sys.modules["cuda.bindings"].driver, "cuFuncSetAttribute", set_attribute)
+    binary, cubin = built("kernel(x")
+    kernel_launch.Launcher(binary.model_copy(update={"shared": shared}), cubin, 0)
+    assert seen == [(4242, 2, size) for size in asked], "MAX_DYNAMIC_SHARED_SIZE_BYTES"
+
+
 def test_a_variant_is_found_by_what_the_arguments_are_and_not_by_how_they_are_given(
     driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
