@@ -14,12 +14,17 @@ next growth.
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from ostinato.runtime.memory.mapped_range import MappedRange
 from ostinato.runtime.memory.vmm import VmmDriver, VmmError
+
+log = logging.getLogger(__name__)
 
 DEFAULT_EXTENT_BYTES = 32 << 20
 """Bytes of the largest handle, and so the coarsest step of shrinking."""
@@ -126,7 +131,7 @@ class ElasticBuffer:
             )
         before = self._range.extend(self._lengths(segment_bytes), self._extent_granules)
         if zero_new:
-            self._zero(self._committed, segment_bytes, before)
+            self._zero_or_undo(self._committed, segment_bytes, before, partial(self._back_to, before))
         self._committed = segment_bytes
         self._used = max(self._used, segment_bytes)
 
@@ -223,11 +228,26 @@ class ElasticBuffer:
                 self._committed = max(segment_bytes, self._committed - self._granule)
             raise
 
+    def _back_to(self, lengths: list[int]) -> None:
+        self._range.cut(lengths)
+        self._range.settle()
+
     def _fill(self, extent_granules: int) -> None:
         before = self._range.extend(self._lengths(self._committed), extent_granules)
         self._is_released = False
         self._used = self._committed
-        self._zero(0, self._committed, before)
+        self._zero_or_undo(0, self._committed, before, self.release_physical)
+
+    def _zero_or_undo(self, begin: int, end: int, before: list[int], undo: Callable[[], None]) -> None:
+        """`_zero`; if the driver fails, what was mapped for it goes back first."""
+        try:
+            self._zero(begin, end, before)
+        except VmmError:
+            try:
+                undo()
+            except VmmError as error:
+                log.warning("memory that could not be zeroed is not given back yet: %s", error)
+            raise
 
     def _zero(self, begin: int, end: int, before: list[int]) -> None:
         """Zero these bytes of every segment, except those that the driver zeroed and nobody used."""

@@ -12,7 +12,7 @@ from ostinato.runtime.memory.vmm import VmmDriver, VmmError, VmmOutOfMemory
 
 GARBAGE = 0xAB  # what memory of a new handle holds
 ABSENT = 0xDD  # what a tensor shows where nothing is mapped
-FAILING = ("create", "map", "set_access", "unmap", "release", "quiesce")
+FAILING = ("create", "map", "set_access", "unmap", "release", "quiesce", "zero")
 
 
 class ModelVmm:

@@ -280,6 +280,34 @@ def test_a_failed_growth_changes_nothing():
         assert holds(buffer, content, 14)
 
 
+def test_growth_that_cannot_be_zeroed_is_undone_and_recommit_then_holds_nothing():
+    driver = FaultyDriver(ModelVmm(4))
+    buffer, content = scene(driver)
+    mapped = granules_mapped(driver.inner, buffer)
+    buffer.grow(22, zero_new=True)
+    at = driver.calls.index("zero") + 1
+    driver = FaultyDriver(ModelVmm(4))
+    buffer, content = scene(driver)
+    before = len(driver.calls)
+    driver.arm(at - before)
+    with pytest.raises(VmmError, match="zero: made to fail"):
+        buffer.grow(22, zero_new=True)
+    assert granules_mapped(driver.inner, buffer) == mapped
+    assert (buffer.committed_bytes, buffer.physical_bytes) == (14, driver.inner.physical_bytes)
+    assert holds(buffer, content, 14)
+    buffer.release_physical()
+    probe = len(driver.calls)
+    buffer.recommit()
+    at = driver.calls.index("zero", probe) - probe + 1
+    buffer.release_physical()
+    driver.arm(at)
+    with pytest.raises(VmmError, match="zero: made to fail"):
+        buffer.recommit()
+    assert (buffer.is_released, driver.inner.physical_bytes) == (True, 0)
+    buffer.recommit()
+    assert not buffer.segment(0)[:14].any()
+
+
 def test_a_failed_unmap_puts_back_what_was_unmapped_with_its_bytes():
     driver = FaultyDriver(ModelVmm(4))
     buffer, content = scene(driver)
