@@ -7,16 +7,17 @@ where it is not OK) and, at each row's slot, last_tokens int64 [N].  An IDLE row
 Meaning.  Tokens are ordered by their distance from the best logit (best - logit, in float32), equal ones by
 id.  A token's weight is floor(2**44 * exp2(scale * distance)), an integer, so sums are exact in any order: a
 row's result depends on no other row, on no grid, and on no order of additions.  Of the tokens within `limit`
-(min_p) top_k takes the first k, top_p of these the fewest whose weights reach floor(top_p * their sum).  The
-token is the first, by id, whose cumulative weight exceeds floor(u * sum), where u is the uniform number.
-Against the CPU sampler, which sums float32 probabilities: the two cumulative shares differ by less than
-2**-18 (|ln p| + 4 roundings of 2**-24 per weight, 30 of the block sums; 2**-44 * V cut off), so the tokens
-are equal unless u lies that near to a boundary, or a filter's cut that near to its threshold.
+(min_p) top_k takes the first k, top_p of these the fewest whose weights reach floor(top_p * their sum).  Of
+what is left, with weights before rounding, the token is drawn that arrives first (token_noise.py).
+Against the CPU sampler: arrivals have relative errors below 2**-17 here (scores of up to 64 in float32),
+2**-22 there, so the tokens are equal unless two arrive that close together, once in 100 000 draws, or a
+filter's cut lies that near to its threshold.
 
-Kernels (S splits of a row).  1 (R*S): best logit of each split.  2, 3 (R*S): weights and counts up to E
-thresholds, then up to E more inside the bin where the cut must be.  4 (R*S): the tokens of that bin, in the
-order of ids.  5 (R): finds the cut among these (or in the whole row, when they are very many), the split and
-the token.  Greedy rows take part in 1 and 5 only.
+Kernels (S splits of a row).  1 (R*S): best logit of each split.  2, 3 (R*S), where top_k or top_p is asked
+for: weights and counts up to E thresholds, then up to E more inside the bin where the cut must be.  4 (R*S):
+who arrives first of the tokens better than that bin, and the tokens of the bin, in the order of ids.  5 (R):
+finds the cut among these (or in the whole row, when they are very many) and who arrives first.  Greedy rows
+take part in 1 and 5 only.
 """
 
 from typing import NamedTuple
@@ -37,6 +38,7 @@ from ostinato.ops.sample_rows import (
     count_reference,
     row_fields,
 )
+from ostinato.ops.token_noise import exponentials
 
 OK, BAD_LOGITS, NONE_ALLOWED = 0, 1, 2
 _UNSIGNED = (1 << 64) - 1
@@ -91,10 +93,9 @@ def _drawn(
     if top_p:
         needed = max((top_p & _UNSIGNED) * int(sums[-1]) >> 64, 1)
         count = int((sums < needed).sum()) + 1
-    target = (random_bits & _UNSIGNED) * int(sums[count - 1]) >> 64
-    kept_V = torch.zeros_like(weight_V)
-    kept_V[order_V[:count]] = weight_V[order_V[:count]]
-    return int((kept_V.cumsum(0) <= target).sum())
+    kept = order_V[:count].sort().values
+    arrival = torch.from_numpy(exponentials(random_bits & _UNSIGNED, len(distance_V), kept.numpy())).log2()
+    return int(kept[(distance_V[kept] * scale - arrival).argmax()])
 
 
 @jit
@@ -164,6 +165,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]  # Triton
     best,
     counts,
     weights,
+    first,
+    first_id,
     best_id,
     found,
     last_tokens,
@@ -173,7 +176,6 @@ def _finish_kernel(  # type: ignore[no-untyped-def]  # Triton
     row_stride,
     S,
     most,
-    CHUNK: tl.constexpr,
     S_PAD: tl.constexpr,
     E: tl.constexpr,
     FEW: tl.constexpr,
@@ -207,8 +209,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]  # Triton
         token = tl.min(tl.where(tops == top, ids, 0x7FFFFFFF), 0)
         if kind == 2:
             token = draw(
-                logits + row.to(tl.int64) * row_stride, rows, counts, weights, found, top, vocab, R, S, row,
-                most, CHUNK, S_PAD, E, FEW, BLOCK,
+                logits + row.to(tl.int64) * row_stride, rows, counts, weights, first, first_id, found, top,
+                vocab, R, S, row, most, S_PAD, E, FEW, BLOCK,
             )  # fmt: skip
         answer = tl.load(rows + 3 * R + row)
         if answer != 0:
@@ -282,8 +284,9 @@ def launch(
     edges, most = config.edges, config.most
     best = logits_RV.new_empty((2, num_rows, splits), dtype=torch.float32)
     best_id = rows.new_empty((num_rows, splits), dtype=torch.int32)
-    weights = rows.new_empty(2 * num_rows * (1 + splits) * edges)
-    counts = torch.empty_like(weights, dtype=torch.int32)
+    weights = rows.new_empty(2 * num_rows * edges)
+    counts = best_id.new_empty(2 * num_rows * (1 + splits) * edges)
+    first, first_id = torch.empty_like(best[0]), torch.empty_like(best_id)
     found = counts.new_empty((2, num_rows, most))
     pdl = has_pdl(logits_RV)
     stride = logits_RV.stride(0)
@@ -297,11 +300,14 @@ def launch(
         scratch = logits_RV, rows, best, counts, weights
         bins_kernel[grid](*scratch, *sizes, SECOND=False, **bins)
         bins_kernel[grid](*scratch, *sizes, SECOND=True, **bins)
-        collect_kernel[grid](*scratch, found, *sizes, most, **bins)
+        arrivals = first, first_id
+        collect_kernel[grid](*scratch, *arrivals, found, *sizes, most, **bins)
         results = last_tokens, tokens, status
+        del bins["CHUNK"]
         _finish_kernel[(num_rows,)](
-            *scratch, best_id, found, *results, *sizes, splits, most, BLOCK=min(config.chunk, 1024), **bins
-        )
+            *scratch, *arrivals, best_id, found, *results, *sizes, splits, most,
+            BLOCK=min(config.chunk, 1024), **bins,
+        )  # fmt: skip
 
 
 def _config(num_rows: int) -> Config:

@@ -1,13 +1,16 @@
-"""Kernels that draw a token of a row of logits: where the filters cut, and which token the number falls on.
+"""Kernels that draw a token of a row of logits: where the filters cut, and which kept token arrives first.
 
 What they compute is said in sample.py.  R rows, S splits of a row, E thresholds of a pass.
 """
 
 from ostinato.ops.launch import jit, tl
 from ostinato.ops.sample_rows import adjusted
+from ostinato.ops.token_noise import lead
 
-# Scratch. A place in `counts` (int32) and `weights` (int64): the row's totals of pass 0 and 1, then each
-# split's. `best` is float32 [2, R, S]: of the adjusted logits, of the model's; `found` int32 [2, R, most].
+# Scratch. `weights` int64 [2, R, E]: a row's totals of pass 0 and 1; `counts` int32: the same, then each
+# split's.  `best` float32 [2, R, S]: of the adjusted logits, of the model's; `best_id` int32 [R, S].
+# `first` float32 [R, S] and `first_id` int32 [R, S]: who arrives first of a split's tokens that are kept
+# wherever the cut is.  `found` int32 [2, R, most].
 
 
 @jit
@@ -108,7 +111,7 @@ def _first_bin(counts, weights, rows, R, row, E: tl.constexpr):  # type: ignore[
     high = _first_edge(limit, tl.minimum(index, E - 1), E)
     below = _pick(count, edge, index - 1)
     inside = tl.maximum(_pick(count, edge, index) - below, 0)
-    return index, low, high, below, _pick(weight, edge, index - 1), inside, by_count, needed, all_weight
+    return index, low, high, below, _pick(weight, edge, index - 1), inside, by_count, needed
 
 
 @jit
@@ -120,7 +123,7 @@ def _cut_bin(  # type: ignore[no-untyped-def]  # Triton
     first, second: indices of the bins (second -1: not divided).  `both`: top_k and top_p cut. Then everything
     better than the bin is searched too, for top_p's cut may be there, and `inside` counts it.
     """
-    first, low, high, below, weight_below, inside, by_count, needed, all_weight = _first_bin(
+    first, low, high, below, weight_below, inside, by_count, needed = _first_bin(
         counts, weights, rows, R, row, E
     )
     top_p = tl.load(rows + R + row)
@@ -143,7 +146,7 @@ def _cut_bin(  # type: ignore[no-untyped-def]  # Triton
     both = by_count & (top_p != 0)
     if both:
         inside += below
-    return first, second, low, high, below, weight_below, inside, by_count, both, needed, all_weight
+    return first, second, low, high, below, weight_below, inside, by_count, both, needed
 
 
 @jit
@@ -192,10 +195,12 @@ def bins_kernel(  # type: ignore[no-untyped-def]  # Triton
     top, usable = _best_of_row(best, row, R, S, S_PAD)
     if not usable:
         return
+    if (int_field(rows, R, row, 2) == 0) & (tl.load(rows + R + row) == 0):
+        return  # neither top_k nor top_p: nothing is cut
     limit = _float_field(rows, R, row, 4)
     low, high = -1, limit.to(tl.int32, bitcast=True)
     if SECOND:
-        _, low, high, _, _, inside, _, _, _ = _first_bin(counts, weights, rows, R, row, E)
+        _, low, high, _, _, inside, _, _ = _first_bin(counts, weights, rows, R, row, E)
         if inside <= FEW:
             return
     at = split * CHUNK + tl.arange(0, CHUNK)
@@ -218,7 +223,13 @@ def bins_kernel(  # type: ignore[no-untyped-def]  # Triton
         tl.atomic_add(counts + total_at(part, row, R, E) + edge, count, sem="relaxed")
         tl.atomic_add(weights + total_at(part, row, R, E) + edge, weight, sem="relaxed")
     tl.store(counts + _split_at(part, row, split, R, S, E) + edge, count)
-    tl.store(weights + _split_at(part, row, split, R, S, E) + edge, weight)
+
+
+@jit
+def _first_of(scores, ids):  # type: ignore[no-untyped-def]  # Triton
+    """The highest score and its lowest id."""
+    top = tl.max(scores, 0)
+    return top, tl.min(tl.where(scores == top, ids, 0x7FFFFFFF), 0)
 
 
 @jit(do_not_specialize=["most"])
@@ -228,6 +239,8 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
     best,
     counts,
     weights,
+    first,
+    first_id,
     found,
     vocab,
     row_stride,
@@ -238,7 +251,7 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
     FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Keys and ids of the tokens in the bin, one row's in the order of ids."""
+    """Who arrives first of the tokens better than the bin; keys and ids of those in it, by id."""
     split, row = tl.program_id(0), tl.program_id(1)
     S, R = tl.num_programs(0), tl.num_programs(1)
     if PDL:
@@ -249,20 +262,27 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # Triton
     top, usable = _best_of_row(best, row, R, S, S_PAD)
     if not usable:
         return
-    first, second, low, high, _, _, inside, _, both, _, _ = _cut_bin(counts, weights, rows, R, row, E, FEW)
+    bin_1, bin_2, low, high, _, _, inside, _, both, _ = _cut_bin(counts, weights, rows, R, row, E, FEW)
+    if both:
+        low = -1
+    at = split * CHUNK + tl.arange(0, CHUNK)
+    keys = _row_keys(logits + row.to(tl.int64) * row_stride, rows, R, row, top, at, vocab)
+    scores = tl.full([CHUNK], float("-inf"), tl.float32)
+    if tl.min(keys, 0) <= low:
+        ours = lead(keys, at, tl.load(rows + row), _float_field(rows, R, row, 3))
+        scores = tl.where(keys <= low, ours, float("-inf"))
+    score, token = _first_of(scores, at)
+    tl.store(first + row * S + split, score)
+    tl.store(first_id + row * S + split, token)
     if (inside == 0) | (inside > most):
         return
     splits = tl.arange(0, S_PAD)
-    numbers = _upto_of_splits(counts, first, second, row, splits, R, S, E)
-    if both:
-        low = -1
-    else:
-        numbers -= _below_of_splits(counts, first, second, row, splits, R, S, E)
+    numbers = _upto_of_splits(counts, bin_1, bin_2, row, splits, R, S, E)
+    if low >= 0:
+        numbers -= _below_of_splits(counts, bin_1, bin_2, row, splits, R, S, E)
     if _pick(numbers, splits, split) == 0:
         return
     before = tl.sum(tl.where(splits < split, numbers, 0), 0)
-    at = split * CHUNK + tl.arange(0, CHUNK)
-    keys = _row_keys(logits + row.to(tl.int64) * row_stride, rows, R, row, top, at, vocab)
     taken = (keys > low) & (keys <= high)
     place = before + tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(found + row * most + place, keys, mask=taken)
@@ -343,6 +363,8 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
     rows,
     counts,
     weights,
+    first,
+    first_id,
     found,
     top,
     vocab,
@@ -350,7 +372,6 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
     S,
     row,
     most,
-    CHUNK: tl.constexpr,
     S_PAD: tl.constexpr,
     E: tl.constexpr,
     FEW: tl.constexpr,
@@ -361,7 +382,7 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
     top_k = int_field(rows, R, row, 2)
     top_p = tl.load(rows + R + row)
     bits = tl.load(rows + row)
-    first, second, low, high, below, weight_below, inside, by_count, both, needed, total = _cut_bin(
+    _, _, low, high, below, weight_below, inside, by_count, both, needed = _cut_bin(
         counts, weights, rows, R, row, E, FEW
     )
     in_row = inside > most
@@ -379,8 +400,7 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
                 base, weight_base, top_k, most, True, BLOCK,
             )  # fmt: skip
             ties = top_k - before
-            total = weight_before + ties * _weight(cut, scale)
-            needed = tl.maximum(_share(top_p, total), 1)
+            needed = tl.maximum(_share(top_p, weight_before + ties * _weight(cut, scale)), 1)
         if both | (not by_count):
             if by_count:
                 low = -1
@@ -393,7 +413,6 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
             value = _weight(cut, scale)
             wanted = (needed - weight_before + value - 1) // tl.maximum(value, 1)
             ties = wanted.to(tl.int32)
-            total = weight_before + wanted * value
         seen = 0
         last = -1
         for start in range(0, length, BLOCK):
@@ -404,44 +423,22 @@ def draw(  # type: ignore[no-untyped-def]  # Triton
             rank = seen + tl.cumsum(equal.to(tl.int32), 0)
             last = tl.maximum(last, tl.max(tl.where(equal & (rank <= ties), ids, -1), 0))
             seen += tl.sum(equal.to(tl.int32), 0)
-    target = _share(bits, total)
-    # the split (as many tokens as CHUNK) in which the cumulative weight passes the target
-    chosen = 0
-    rest = target
-    if in_row:
-        passed = target * 0
-        for split in range(0, S):
-            keys = _row_keys(logits, rows, R, row, top, split * CHUNK + tl.arange(0, CHUNK), vocab)
-            ids = split * CHUNK + tl.arange(0, CHUNK)
+    # of what is kept for certain, each split's first; then of the tokens that were searched
+    splits = tl.arange(0, S_PAD)
+    scores = tl.load(first + row * S + splits, mask=splits < S, other=float("-inf"))
+    score, token = _first_of(scores, tl.load(first_id + row * S + splits, mask=splits < S, other=0x7FFFFFFF))
+    if inside > 0:
+        leads = tl.full([BLOCK], float("-inf"), tl.float32)
+        leaders = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+        for start in range(0, length, BLOCK):
+            keys, ids = _source(
+                logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, most
+            )
             kept = (keys < cut) | ((keys == cut) & (ids <= last))
-            passed += tl.sum(tl.where(kept, _weight(keys, scale), 0), 0)
-            if passed <= target:
-                chosen = split + 1
-                rest = target - passed
-    else:
-        splits = tl.arange(0, S_PAD)
-        outside = _below_of_splits(weights, first, second, row, splits, R, S, E)
-        outside = tl.cumsum(tl.where(both, 0, outside), 0)
-        least = 0  # the split lies in least <= . <= greatest
-        greatest = S - 1
-        while least < greatest:
-            middle = (least + greatest) // 2
-            passed = _pick(outside, splits, middle)
-            for start in range(0, length, BLOCK):
-                keys, ids = _source(
-                    logits, found, rows, R, row, top, start + tl.arange(0, BLOCK), length, in_row, most
-                )
-                kept = (keys < cut) | ((keys == cut) & (ids <= last))
-                kept = kept & (ids < (middle + 1) * CHUNK)
-                passed += tl.sum(tl.where(kept, _weight(keys, scale), 0), 0)
-            if passed > target:
-                greatest = middle
-            else:
-                least = middle + 1
-                rest = target - passed
-        chosen = least
-    at = chosen * CHUNK + tl.arange(0, CHUNK)
-    keys = _row_keys(logits, rows, R, row, top, at, vocab)
-    kept = (keys < cut) | ((keys == cut) & (at <= last))
-    sums = tl.cumsum(tl.where(kept, _weight(keys, scale), 0), 0)
-    return tl.min(tl.where(sums > rest, at, 0x7FFFFFFF), 0)
+            ours = tl.where(kept, lead(keys, ids, bits, scale), float("-inf"))
+            leaders = tl.where(ours > leads, ids, leaders)
+            leads = tl.maximum(leads, ours)
+        other, other_token = _first_of(leads, leaders)
+        if (other > score) | ((other == score) & (other_token < token)):
+            token = other_token
+    return token

@@ -4,7 +4,7 @@ R rows of logits, V vocabulary.  The buffer is int64 [WORDS * R], a struct of ar
 each R long, then the 4-byte fields, each R long, in the order of `LAYOUT`.  A buffer of zeros is R rows that
 sample nothing.
 
-    random_bits  int64    upper 53 of 64 random bits; the uniform number is these, unsigned, / 2**64
+    random_bits  int64    of this draw; token_noise.py makes a number for each token of them
     top_p        int64    top_p * 2**64, unsigned; 0: off
     bias         int64    address of float32 [V], added to the logits (-inf forbids); 0: none
     counts       int64    address of int32 [V], 2 * (times in the answer) + (in the prompt); 0: no penalties.

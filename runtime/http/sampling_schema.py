@@ -151,7 +151,8 @@ class SamplingRequest(GrammarRequest):
     )
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = optional(
         "-2^63 to 2^63 - 1; equal seeds draw equal numbers whatever else is running. Where a batch of "
-        "another size rounds logits otherwise, a token of about 1e-6 may become its neighbour",
+        "another size rounds logits otherwise, they give another token only where the first two candidates "
+        "are as close as that: in float32 once in 10 000 tokens or less",
         "drawn",
     )
     stop: Stop | None = optional(

@@ -1,13 +1,14 @@
-"""From logits to tokens. R rows (one per sequence that samples), V vocabulary, N blocks of BLOCK tokens.
+"""From logits to tokens. R rows (one per sequence that samples), V vocabulary.
 
 Order of things: bias, barred and allowed tokens, penalties (`penalties.py`); then argmax, or temperature,
 min_p, top_k, top_p and one draw. top_p is taken of what top_k and min_p left. A temperature below
 GREEDY_BELOW is greedy. A row whose token is settled takes no part in any of this.
 Between equal logits the lower id goes first, in greedy, top_k and top_p alike.
 
-A draw inverts the cumulative distribution, in the order of token ids, at one number that depends on
-(seed, position) alone (`sampling_rng.py`). Every operation works on a row by itself and in the same way
-whatever the other rows are, so equal logits give equal tokens in any batch.
+Each token has a random number of its own, which depends on (seed, position, token) alone, and the one that
+arrives first is drawn (`sampling_rng.py`, `ops/token_noise.py`). Every operation works on a row by itself and
+in the same way whatever the other rows are, so equal logits give equal tokens in any batch; logits that are
+rounded otherwise, as in a batch of another size, change a token only where two arrive almost together.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ostinato.ops.token_noise import exponentials
 from ostinato.runtime.grammar.grammar_state import barred_tokens
 from ostinato.runtime.messages import OwnFault, SamplingParams, TokenLogprob
 from ostinato.runtime.sampling.logprobs import token_logprobs
 from ostinato.runtime.sampling.penalties import LogitAdjuster
 from ostinato.runtime.sampling.sampling_check import validate_sampling
-from ostinato.runtime.sampling.sampling_rng import uniform
+from ostinato.runtime.sampling.sampling_rng import random_bits
 from ostinato.runtime.token_limits import Limit
 
 __all__ = ["SampleRow", "SampledBatch", "Sampler", "validate_sampling"]
 
 GREEDY_BELOW = 1e-5
-BLOCK = 256  # tokens; the cumulative sum runs over V / BLOCK block sums, then inside one block
+FEW_KEPT = 4  # if less than 1/4 of the tokens are kept, numbers are drawn for these alone
 CHUNK_ROWS = 64  # bounds the float32 copies to a few times 64 * vocabulary * 4 bytes
 NUCLEUS_TRIES = (64, 1024)  # most nuclei are small: look at so many best tokens before sorting more
 NONE_ALLOWED = OwnFault(
@@ -158,8 +161,8 @@ class Sampler:
                 x_RV, best_R = x_RV[at_R], best_R[at_R]
             drawn_rows = [rows[chunk[at]] for at in drawn]
             probs_RV = filtered_probs(x_RV - best_R.unsqueeze(1), [row.params for row in drawn_rows])
-            uniforms = [uniform(row.seed, row.position) for row in drawn_rows]
-            for at, token in zip(drawn, draw(probs_RV, uniforms), strict=True):
+            bits = [random_bits(row.seed, row.position) for row in drawn_rows]
+            for at, token in zip(drawn, draw(probs_RV, bits), strict=True):
                 tokens[at] = token
         return tokens
 
@@ -196,31 +199,18 @@ def filtered_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tenso
     return probs_RV
 
 
-def draw(probs_RV: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """For each row the first token, by id, whose cumulative probability exceeds uniform * sum."""
-    num_rows, vocab = probs_RV.shape
-    if vocab % BLOCK:
-        probs_RV = F.pad(probs_RV, (0, BLOCK - vocab % BLOCK))
-    probs_RNB = probs_RV.view(num_rows, -1, BLOCK)
-    sums_RN = probs_RNB.sum(dim=-1).double().cumsum(dim=-1)
-    target_R = torch.tensor(uniforms, dtype=torch.float64, device=probs_RV.device) * sums_RN[:, -1]
-    block_R, rest_R = _first_above(sums_RN, target_R)
-    inner_RB = probs_RNB[torch.arange(num_rows, device=probs_RV.device), block_R].double().cumsum(dim=-1)
-    offset_R, _ = _first_above(inner_RB, rest_R)
-    return (block_R * BLOCK + offset_R).tolist()
+def draw(probs_RV: Tensor, bits: Sequence[int]) -> list[int]:
+    """For each row the token that arrives first (`token_noise.py`), of equal ones the lowest."""
+    return [
+        _first_to_arrive(probs_V.numpy(force=True), row) for probs_V, row in zip(probs_RV, bits, strict=True)
+    ]
 
 
-def _first_above(cumulative_RN: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row first exceeds its target, and the target less what comes before that place.
-
-    A target that rounding brought up to the row's total is taken for the largest number below it, so the
-    answer always has a probability above 0.
-    """
-    total_R = cumulative_RN[:, -1]
-    target_R1 = target_R.minimum(total_R.nextafter(torch.zeros_like(total_R))).unsqueeze(1)
-    at_R1 = torch.searchsorted(cumulative_RN, target_R1, right=True)
-    before_R1 = cumulative_RN.gather(1, (at_R1 - 1).clamp(min=0)).masked_fill_(at_R1 == 0, 0.0)
-    return at_R1.squeeze(1), (target_R1 - before_R1).squeeze(1)
+def _first_to_arrive(probs_V: NDArray[np.float32], bits: int) -> int:
+    if np.count_nonzero(probs_V) > len(probs_V) // FEW_KEPT:
+        return int((probs_V / exponentials(bits, len(probs_V))).argmax())
+    kept = probs_V.nonzero()[0]
+    return int(kept[(probs_V[kept] / exponentials(bits, len(probs_V), kept)).argmax()])
 
 
 def _cut_tail(probs_V: Tensor, top_k: int, top_p: float) -> None:

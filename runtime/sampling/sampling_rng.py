@@ -1,7 +1,7 @@
-"""Random numbers without state: one uniform number per (seed, position).
+"""Random numbers without state: 64 bits per (seed, position), from which `ops/token_noise.py` makes a draw.
 
 The generator is splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), entered at a counter
-instead of stepped: a token's number depends on the request's seed and the token's index and on nothing else,
+instead of stepped: a draw depends on the request's seed and the token's index and on nothing else,
 so batching, preemption and chunking cannot change it.
 """
 
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ostinato.ops.token_noise import GAMMA, mixed
+
 _MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 
 
 def mix64(value: int) -> int:
@@ -26,29 +27,20 @@ def mix64(value: int) -> int:
 
 def random_bits(seed: int, position: int) -> int:
     """64 random bits. The seed is mixed first: the streams of seeds 1, 2, 3 do not overlap in practice."""
-    return mix64(seed_bits(seed) + (position + 1) * _GAMMA)
+    return mix64(seed_bits(seed) + (position + 1) * GAMMA)
 
 
 def seed_bits(seed: int) -> int:
     """What `vector_bits` takes for a seed."""
-    return mix64(seed + _GAMMA)
+    return mix64(seed + GAMMA)
 
 
 def vector_bits(seeds: NDArray[np.uint64], positions: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
-    """The 53 bits of `uniform` at the top of 64, the others 0, for each pair; seeds as `seed_bits` gives."""
-    value = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)  # modulo 2**64
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    value ^= value >> np.uint64(31)
-    return value >> np.uint64(11) << np.uint64(11)
+    """`random_bits` of each pair; seeds as `seed_bits` gives."""
+    return mixed(seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA))  # modulo 2**64
 
 
 def bits_at(seed: int, position: int) -> int:
     """`vector_bits` of one pair, as the signed integer of the same bits."""
-    value = mix64(seed + (position + 1) * _GAMMA) >> 11 << 11
+    value = mix64(seed + (position + 1) * GAMMA)
     return value - (value >> 63 << 64)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), a multiple of 2**-53."""
-    return (random_bits(seed, position) >> 11) * 2.0**-53

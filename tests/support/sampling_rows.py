@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.ops.token_noise import GAMMA
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.sampling.device_sampler import DeviceSampler, StagedRow
-from ostinato.runtime.sampling.sampling_rng import uniform
+from ostinato.runtime.sampling.sampling_rng import mix64, random_bits
 
 FILTERS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
@@ -66,8 +68,7 @@ def settings(**sampling: object) -> SamplingParams:
 def assert_drawn_right(
     logits_V: Tensor, params: SamplingParams, seed: int, position: int, token: int
 ) -> None:
-    """The number of (seed, position) is in the token's share of the float64 distribution, up to 2**-18."""
-    slack = 2.0**-18
+    """The token arrives first by the float64 distribution, up to rounding by 2**-16."""
     probs = torch.softmax((logits_V.double() - logits_V.double().max()) / params.temperature, 0)
     values, order = probs.sort(descending=True, stable=True)
     count = int((values >= params.min_p * values[0]).sum())
@@ -78,8 +79,12 @@ def assert_drawn_right(
         count = int((sums < params.top_p * sums[-1]).sum()) + 1
     kept = torch.zeros_like(probs)
     kept[order[:count]] = values[:count]
-    ends = kept.cumsum(0) / kept.sum()
-    number = uniform(seed, position)
     assert kept[token] > 0, f"token {token} is filtered out"
-    low = ends[token - 1].item() if token else 0.0
-    assert low - slack <= number < ends[token].item() + slack, (number, low, ends[token].item())
+    arrivals = torch.tensor([exponential(seed, position, at) for at in range(len(probs))]).double() / kept
+    assert arrivals[token] <= arrivals.min() * (1 + 2.0**-16), (int(arrivals.argmin()), arrivals[token])
+
+
+def exponential(seed: int, position: int, token: int) -> float:
+    """The number of a token, by the definition in Python's integers."""
+    bits = mix64(random_bits(seed, position) + (token + 1) * GAMMA) >> 12
+    return -math.log1p(-(bits + 0.5) * 2.0**-52)

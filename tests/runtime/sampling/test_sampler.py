@@ -11,7 +11,8 @@ from ostinato.errors import InvalidRequest
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.sampling import sampler as sampler_module
 from ostinato.runtime.sampling.sampler import Sampler, SampleRow, draw, filtered_probs, validate_sampling
-from ostinato.runtime.sampling.sampling_rng import uniform
+from ostinato.runtime.sampling.sampling_rng import random_bits
+from tests.support.sampling_rows import exponential
 
 EIGHTHS = torch.tensor([0.125, 0.5, 0.0, 0.25, 0.125])  # exact in float32; token 2 is impossible
 
@@ -31,43 +32,30 @@ def kept(logits: Tensor, **sampling: object) -> list[int]:
     return filtered_probs(x, [SamplingParams.model_validate(sampling)])[0].nonzero().squeeze(1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("number", "token"),
-    [
-        (0.0, 0),
-        (math.nextafter(0.125, 0), 0),
-        (0.125, 1),
-        (math.nextafter(0.625, 0), 1),
-        (0.625, 3),  # token 2 has no share
-        (math.nextafter(0.875, 0), 3),
-        (0.875, 4),
-        (math.nextafter(1.0, 0), 4),
-    ],
-)
-def test_the_inverse_distribution_switches_tokens_exactly_at_its_cutpoints(number: float, token: int):
-    assert draw(EIGHTHS[None], [number]) == [token]
+def test_the_token_that_arrives_first_is_drawn():
+    times = [
+        [exponential(5, at, token) / share for token, share in enumerate((1, 2, 3, 4))] for at in range(50)
+    ]
+    first = [row_times.index(min(row_times)) for row_times in times]
+    assert set(first) == {0, 1, 2, 3}
+    for shares in ([0.1, 0.2, 0.3, 0.4], [1.0, 2.0, 3.0, 4.0]):  # need not sum to one
+        assert draw(torch.tensor([shares] * 50), [random_bits(5, at) for at in range(50)]) == first
 
 
-def test_cutpoints_are_exact_across_blocks_of_a_large_vocabulary_too():
-    probs = torch.zeros(1, 1000)
-    for token in (3, 255, 256, 700, 999):
-        probs[0, token] = 0.25
-    cuts = [(0.0, 3), (0.2, 255), (0.4, 256), (0.6, 700), (0.8, 999)]
-    for cut, token in cuts:
-        assert draw(probs, [cut + 1e-12]) == [token]
-        assert draw(probs, [cut + 0.2 - 1e-12]) == [token]
+def test_numbers_of_few_kept_tokens_are_those_of_their_ids():
+    probs = torch.rand(60, 1000) * (torch.rand(60, 1000) < 0.1)
+    bits = [random_bits(1, at) for at in range(60)]
+    tokens = draw(probs, bits)
+    assert all(probs[at, token] > 0 for at, token in enumerate(tokens))
+    assert draw(probs + 1e-30, bits) == tokens  # all are kept, and the others come too late
 
 
-def test_the_largest_number_never_draws_an_impossible_token():
-    probs = torch.rand(50, 1000) * (torch.rand(50, 1000) < 0.3)
-    probs[:, -300:] = 0
-    largest = [1 - 2.0**-53] * 50
-    assert all(probs[r, token] > 0 for r, token in enumerate(draw(probs, largest)))
-    assert all(probs[r, token] > 0 for r, token in enumerate(draw(probs, [0.0] * 50)))
-
-
-def test_the_probabilities_do_not_need_to_sum_to_one():
-    assert draw(EIGHTHS[None] * 4, [0.125]) == [1]
+def test_logits_that_are_rounded_otherwise_draw_the_same_tokens():
+    torch.manual_seed(7)
+    logits = torch.randn(200, 50_000)
+    rows = [row(f"r{i}", seed=i) for i in range(200)]
+    nearly = logits + (torch.rand_like(logits) - 0.5) * 2e-5  # as float32 in a batch of another size
+    assert Sampler(50_000).sample(nearly, rows).tokens == Sampler(50_000).sample(logits, rows).tokens
 
 
 def test_frequencies_follow_the_distribution():
@@ -111,11 +99,11 @@ def test_equal_rows_give_equal_tokens_alone_in_any_batch_and_in_any_place():
         assert alone.logprobs.get(f"r{index}") == together.logprobs.get(f"r{index}")
 
 
-def test_the_number_of_a_token_depends_on_seed_and_position_only():
+def test_a_draw_depends_on_seed_and_position_only():
     logits = torch.zeros(1, 1000)
     for seed, position in ((1, 0), (1, 1), (2, 0)):
         token = Sampler(1000).sample(logits, [row(seed=seed, position=position)]).tokens["r"]
-        assert token == int(uniform(seed, position) * 1000)
+        assert token == min(range(1000), key=lambda t: exponential(seed, position, t))
 
 
 def test_greedy_takes_the_lowest_of_equal_ids_and_needs_no_distribution(monkeypatch: pytest.MonkeyPatch):
