@@ -8,6 +8,9 @@ written by one pwrite:
 
     {"version": 1, "held": bytes of KV memory, "wanted": bytes that requests wait for}
 
+A record of another version counts as nothing held or wanted. A file `.<pid>-<random>.new` is of an engine
+that starts, or that was killed while it did; nobody reads it.
+
 An engine that cannot grow writes what it wants; the others see it within POLL_S and give idle memory back to
 the device, and the first one tries again. Nobody waits for an answer, and an engine that stops in the middle
 holds up nobody. Engines that cannot see the folder (another user, another container) only see less free
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1  # a step of 100 ms is the longest that an engine notices late; reading 8 files takes 0.2 ms
 RECORD_BYTES = 128
+VERSION = 1
 _SUFFIX = ".engine"
 
 
@@ -46,17 +50,30 @@ class Others(NamedTuple):
 
 
 def peers_folder(device_uuid: str, root: Path | None = None) -> Path:
-    """Folder of the engines of this user on a device; made if need be. ConfigError if others can write it."""
+    """Folder of the engines of this user on a device; made if need be.
+
+    ConfigError: it cannot be made, or others can write it.
+    """
     if root is None:
         runtime = os.environ.get("XDG_RUNTIME_DIR")
         root = Path(runtime) if runtime else Path(tempfile.gettempdir())
     folder = root / f"ostinato-{os.getuid()}" / device_uuid
     for part in (folder.parent, folder):
-        part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_share(part, error) from error
         state = part.lstat()
         if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
             raise ConfigError(f"{part}: must be a folder that only user {os.getuid()} can use; remove it")
     return folder
+
+
+def _cannot_share(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"kv.share: {folder} cannot be used ({error.strerror or error}); let XDG_RUNTIME_DIR name a folder "
+        "of this user on a local file system, or leave kv.share off"
+    )
 
 
 class MemoryPeers:
@@ -65,20 +82,31 @@ class MemoryPeers:
     def __init__(
         self, folder: Path, *, wake: Callable[[], None] = lambda: None, poll_s: float = POLL_S
     ) -> None:
-        """Start to watch; while another engine wants memory, `wake` is called on the watching thread."""
+        """Start to watch; while another engine wants memory, `wake` is called on the watching thread.
+
+        ConfigError: no files, or no locked ones, can be made in the folder.
+        """
         self._folder = folder
         self._wake = wake
         self._poll_s = poll_s
         self._others = Others()
         self._last: dict[str, tuple[int, int]] = {}  # file -> held, wanted
-        self._reported = (-1, -1)
+        self._reported = (0, 0)
+        self._is_heard = True
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        new = folder / f".{name}.new"
-        self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._file = folder / f"{name}{_SUFFIX}"
-        self.report(0, 0)
-        new.rename(self._file)
+        self._file, new = folder / f"{name}{_SUFFIX}", folder / f".{name}.new"
+        try:
+            self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _cannot_share(folder, error) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write(0, 0)
+            new.rename(self._file)
+        except OSError as error:  # a file system without locks, or without room
+            os.close(self._fd)
+            new.unlink(missing_ok=True)
+            raise _cannot_share(folder, error) from error
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ostinato-peers", daemon=True)
         self._thread.start()
@@ -89,11 +117,20 @@ class MemoryPeers:
         return self._others
 
     def report(self, held_bytes: int, wanted_bytes: int) -> None:
-        """Tell the others; costs nothing if nothing has changed."""
+        """Tell the others; costs nothing if nothing has changed. That it cannot be told is logged once."""
         if self._reported == (held_bytes, wanted_bytes):
             return
         self._reported = (held_bytes, wanted_bytes)
-        record = json.dumps({"version": 1, "held": held_bytes, "wanted": wanted_bytes})
+        try:
+            self._write(held_bytes, wanted_bytes)
+            self._is_heard = True
+        except OSError as error:
+            if self._is_heard:
+                log.warning("engines on this device are not told what this one lacks: %s", error)
+            self._is_heard = False
+
+    def _write(self, held_bytes: int, wanted_bytes: int) -> None:
+        record = json.dumps({"version": VERSION, "held": held_bytes, "wanted": wanted_bytes})
         os.pwrite(self._fd, record.ljust(RECORD_BYTES).encode(), 0)
 
     def read(self) -> Others:
@@ -128,22 +165,31 @@ class MemoryPeers:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:  # locked: its engine lives
                 record = json.loads(os.pread(fd, RECORD_BYTES, 0))
+                if record["version"] != VERSION:
+                    return 0, 0
                 return int(record["held"]), int(record["wanted"])
             Path(entry.path).unlink(missing_ok=True)
             return None
-        except (ValueError, KeyError, TypeError):  # half a record, or of another version: what it said before
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+        ):  # half a record: what it said before
             return self._last.get(entry.name, (0, 0))
         finally:
             os.close(fd)
 
     def _watch(self) -> None:
+        is_blind = False
         while not self._ending.wait(self._poll_s):
             try:
-                others = self.read()
-            except OSError as error:
-                log.warning("engines on this device cannot be seen any more: %s", error)
+                self._others, is_blind = self.read(), False
+            except OSError as error:  # no folder, or no file descriptor is left: it may come back
                 self._others = Others()
-                return
-            self._others = others
-            if others.wanted_bytes:
+                if not is_blind:
+                    log.warning("engines on this device cannot be seen: %s", error)
+                is_blind = True
+            if self._others.wanted_bytes:
                 self._wake()
