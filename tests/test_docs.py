@@ -1,11 +1,13 @@
 """Pages that name files, versions and settings stay true."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import ostinato
+from ostinato.runtime.config import KVConfig
 from ostinato.tools.flags import settings
 
 ROOT = Path(ostinato.__file__).parent
@@ -40,6 +42,43 @@ def test_the_changelog_is_of_this_version():
     first = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     project = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert first[1] == project[1] == ostinato.__version__
+
+
+def test_the_page_about_memory_has_the_defaults_of_its_settings():
+    rows = re.findall(r"^\| `kv\.(\w+)` \| (\S+) \|", (ROOT / "docs/memory.md").read_text(), re.M)
+    defaults = {name: field.default for name, field in KVConfig.model_fields.items()}
+    assert {name: json.loads(default) for name, default in rows} == {name: defaults[name] for name, _ in rows}
+    assert defaults.keys() - dict(rows).keys() == {"prefix_cache"}, "which is no matter of memory"
+
+
+def recorded(name):
+    """The header of a record, and its values by metric."""
+    record = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return record["header"], {row["metric"]: row["value"] for row in record["rows"]}
+
+
+def test_what_memory_costs_on_a_gpu_is_what_the_record_says():
+    text = (ROOT / "docs/memory.md").read_text()
+    header, values = recorded("gpu_kv_memory")
+    if f"commit {header['commit']}" not in text:
+        pytest.skip(
+            f"docs/memory.md is of an older record than that of {header['commit']}; bring it up to date"
+        )
+    calls = ("create", "map", "set_access", "zero", "unmap", "release")
+    for size, mib in (("2 MiB", 2), ("32 MiB", 32), ("256 MiB", 256), ("2 GiB", 2048)):
+        cells = [f"{values[f'vmm_{call}_us_{mib}mib']:.0f} us" for call in calls]
+        assert f"| {size} | {' | '.join(cells)} |" in text
+    assert f"the slowest step of a growth {values['kv_grow_2gib_worst_step_ms']:.2f} ms" in text
+    assert f"| {values['kv_grow_gib_per_s']:.0f} GiB/s |" in text
+
+
+def test_what_memory_costs_on_a_cpu_is_what_the_record_says():
+    text = (ROOT / "docs/memory.md").read_text()
+    _, values = recorded("kv_memory")
+    for mib in (4, 16, 64):
+        touch = values[f"kv_first_touch_ms_per_mib_step_{mib}mib"]
+        row = rf"^\| {mib} MiB \| {values[f'kv_grow_{mib}mib_ms']:.2g} ms \| .*\| {touch:.2g} ms/MiB \|"
+        assert re.search(row, text, re.M), row
 
 
 def test_pages_name_only_settings_that_exist():
