@@ -23,6 +23,7 @@ from ostinato.ops.kernel_store import Binary
 _PACKED = {"i32": "i4x", "i64": "q", "fp32": "f4x", "ptr": "Q", "map": "128s"}  # of 8 bytes but the last
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 14  # CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_FULL = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of shared memory that a kernel may use without an attribute
 
 
@@ -63,7 +64,10 @@ def _launch_kernel_ex() -> Any:
 
 
 class Launcher:
-    """A function loaded on a GPU, with its parameter buffer: packs arguments and calls the driver."""
+    """A function loaded on a GPU, with its parameter buffer: packs arguments and calls the driver.
+
+    Raises torch.OutOfMemoryError on a full device, for any other refusal of the driver EngineError.
+    """
 
     def __init__(self, binary: Binary, cubin: bytes, device: int) -> None:
         """`device` is the current one."""
@@ -121,12 +125,18 @@ class Launcher:
             code = self._enter(*self._call)
         if code:
             name = self._driver.CUresult(code).name
-            raise EngineError(f"launch of {self._name} with grid {tuple(grid)} failed: {name}")
+            raise _failure(f"launch of {self._name} with grid {tuple(grid)}", code, name)
         kernel_store.STORE.launches += 1
 
 
 def _done(answer: tuple[Any, ...], call: str) -> Any:
     code, *rest = answer
     if code.value:
-        raise EngineError(f"{call} failed: {code.name}")
+        raise _failure(call, code.value, code.name)
     return rest[0] if rest else None
+
+
+def _failure(what: str, code: int, name: str) -> Exception:
+    """A full device is told as torch tells it: who captures or serves there goes on without."""
+    kind = torch.OutOfMemoryError if code == _FULL else EngineError
+    return kind(f"{what} failed: {name}")

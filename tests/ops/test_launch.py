@@ -70,7 +70,7 @@ extern "C" int cuLaunchKernelEx(const Config* c, void* function, void** params, 
     seen[10] = (long long)function; seen[11] = extra == nullptr;
     seen[12] = *(long long*)params[0]; seen[13] = *(int*)params[1];
     float f; memcpy(&f, params[2], 4); seen[14] = (long long)(f * 8);
-    return c->grid[0] == 99 ? 700 : 0;
+    return c->grid[0] == 99 ? 700 : c->grid[0] == 98 ? 2 : 0;
 }
 """
 
@@ -158,7 +158,22 @@ def test_a_launch_hands_the_driver_what_cuda_h_says(
     assert driver()[7:10] == [78, 1, 1425]
     with pytest.raises(EngineError, match=r"launch of kernel with grid \(99,\) failed: CUDA_ERROR_700"):
         ours.launch((99,), (x, 7, 2.5, 32), options)
+    with pytest.raises(torch.OutOfMemoryError, match=r"launch of kernel with grid \(98,\) failed"):
+        ours.launch((98,), (x, 7, 2.5, 32), options)
     assert store.launches == 4
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
+def test_a_kernel_that_finds_no_memory_is_told_like_torchs_own(
+    driver: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    binary, cubin = built("kernel(x")
+    binary = binary.model_copy(update={"shared": 200_000})
+    for value, kind in ((2, torch.OutOfMemoryError), (719, EngineError)):
+        answer = (SimpleNamespace(value=value, name="CUDA_ERROR_ANY"), None)
+        monkeypatch.setattr(sys.modules["cuda.bindings"].driver, call, lambda *_, said=answer: said)
+        with pytest.raises(kind, match="failed: CUDA_ERROR_ANY"):
+            kernel_launch.Launcher(binary, cubin, 0)
 
 
 @pytest.mark.parametrize(("shared", "asked"), [(1000, []), (48 << 10, []), (200_000, [200_000])])
