@@ -1,10 +1,14 @@
+"""Inputs of a step in their fixed places: what the device finds there, after whatever was there before."""
+
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.ops.take_pending import take_pending_reference
+from ostinato.runtime.gpu import step_buffers
 from ostinato.runtime.gpu.step_buffers import StepBuffers
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.scheduling.plan import PENDING, Plan, PlanEntry
@@ -87,6 +91,33 @@ def test_tables_follow_sequences_that_grow_and_change_places() -> None:
     assert inputs.block_tables[:, :2].tolist() == [[4, 6], [5, 7]]
     inputs = fed(step, shape, entry("b", [1], 5, (5, 7)), entry("c", [1], 4, (4, 2)))
     assert inputs.block_tables[:, :2].tolist() == [[5, 7], [4, 2]]
+
+
+def test_tables_that_did_not_arrive_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, shape = buffers(), StepShape(2, 2, 2)
+    entries = entry("a", [1], 7, (4, 6)), entry("b", [1], 7, (5, 7))
+
+    def torn(_: object) -> None:
+        raise RuntimeError("torn")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="torn"):
+        patched.setattr(step, "_send_tables", torn)
+        fed(step, shape, *entries)
+    inputs = fed(step, shape, *entries)
+    assert inputs.block_tables[:, :2].tolist() == [[4, 6], [5, 7]]
+    step.clear_tables(2)  # as before a capture
+    assert not step.tables.any()
+    inputs = fed(step, shape, *entries)
+    assert inputs.block_tables[:, :2].tolist() == [[4, 6], [5, 7]]
+
+
+def test_views_of_shapes_that_are_one_of_a_kind_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_buffers, "_MOST_SHAPES", 4)
+    step = buffers()
+    for tokens in range(2, 32):
+        inputs = fed(step, StepShape(tokens, 1, 1), entry("a", [7] * tokens, 0, tuple(range(8))))
+        assert inputs.token_ids.tolist() == [7] * tokens
+        assert len(step._views) <= 4
 
 
 def test_every_field_of_every_shape_is_aligned_for_the_kernels() -> None:

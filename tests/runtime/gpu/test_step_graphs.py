@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ostinato.runtime.gpu.step_graphs import StepGraphs, bucket_shapes
 from ostinato.runtime.runner import StepShape
+from ostinato.runtime.scheduling.plan import Plan, PlanEntry
 
 given_back: list[bool] = []  # once for each shape, whether it could be captured or not
 SHAPES = [StepShape(1, 1, 1), StepShape(2, 2, 2), StepShape(4, 4, 4)]
@@ -138,6 +139,37 @@ def test_the_largest_shape_is_captured_first_then_hot_ones_from_large_to_small()
     rest = [s.tokens for s in shapes if s.tokens > 64 and s.tokens == s.sequences]
     assert rest == [128, 112, 96, 80]
     assert shapes[-1] == StepShape(80, 80, 80)
+
+
+def plan(*lengths: int, scored: int = 0) -> Plan:
+    """A step of so many tokens of each sequence, which samples; `scored`: rows of the prompt that are, too."""
+    entries = [
+        PlanEntry(f"r{at}", (7,) * n, 0, (at,), True, n - 1 - min(scored, n - 1), 0, n + 1)
+        for at, n in enumerate(lengths)
+    ]
+    return Plan(1, tuple(entries), sum(lengths))
+
+
+def test_a_plan_runs_in_the_smallest_shape_that_holds_it_or_is_counted_with_the_reason(make: Any) -> None:
+    graphs = make(lambda shape: torch.zeros(shape.logit_rows, 8))
+    graphs._mixed = [StepShape(8, 2, 2), StepShape(16, 4, 4)]
+    graphs._captured = {shape: shape for shape in [*SHAPES, *graphs._mixed]}
+    fits = [graphs.fit(plan(*lengths)) for lengths in ((1,), (1, 1, 1), (3,), (1, 5), (1, 1, 2), (9,))]
+    assert [fit.shape for fit in fits] == [
+        SHAPES[0],
+        SHAPES[2],
+        *graphs._mixed[:1] * 2,
+        *graphs._mixed[1:] * 2,
+    ]
+    assert all(fit.replay == fit.shape and not fit.every_wanted for fit in fits)
+    assert (graphs.replays, dict(graphs.eager)) == (6, {})
+    del graphs._captured[SHAPES[2]]
+    assert graphs.fit(plan(1, 1, 1)) == (StepShape(3, 3, 3), None, False)
+    assert graphs.fit(plan(17)) == (StepShape(17, 1, 1), None, False)
+    assert graphs.fit(plan(1, 1, 1, 1, 1)) == (StepShape(5, 5, 5), None, False)
+    assert graphs.fit(plan(1, 4, scored=2)) == (StepShape(5, 2, 4), None, True)
+    assert graphs.replays == 6
+    assert dict(graphs.eager) == {"not_captured": 1, "too_large": 2, "prompt_logprobs": 1}
 
 
 def test_hot_shapes_and_the_largest_are_there_before_the_rest(make: Any) -> None:
