@@ -260,7 +260,9 @@ def test_small_layers_match_float64_within_the_budget(tiles: Sequence[Tile]) -> 
     ]
     outs = run_all([partial(launch, *args, config=tile) for launch, _, args, tile in cases])
     for out, (_, reference, args, _) in zip(outs, cases, strict=True):
-        assert_within_budget(out, reference(*wide(args)), reference(*args))
+        # on the CPU, for cuBLAS' product with a bias ends racecheck with an internal error of its own
+        given = [arg.cpu() if isinstance(arg, Tensor) else arg for arg in args]
+        assert_within_budget(out.cpu(), reference(*wide(given)), reference(*given))
 
 
 @pytest.mark.gpu
