@@ -142,7 +142,7 @@ def test_the_largest_shape_is_captured_first_then_hot_ones_from_large_to_small()
 
 
 def plan(*lengths: int, scored: int = 0) -> Plan:
-    """A step of so many tokens of each sequence, which samples; `scored`: rows of the prompt that are, too."""
+    """A step of so many tokens of each sequence, which samples; `scored`: rows of prompts with logits."""
     entries = [
         PlanEntry(f"r{at}", (7,) * n, 0, (at,), True, n - 1 - min(scored, n - 1), 0, n + 1)
         for at, n in enumerate(lengths)

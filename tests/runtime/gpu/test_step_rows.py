@@ -129,6 +129,17 @@ def test_steps_of_a_random_day_are_laid_out_and_staged_by_the_definition(seed: i
     assert watched.steps > 200
 
 
+def test_a_request_with_an_id_that_was_there_before_is_staged_as_itself() -> None:
+    watched = Watched()
+    with watched.engine as engine:
+        for seed in (1, 2):
+            engine.inbox.put(request("again", 6, seed=seed))
+            while engine.has_work or engine.inbox.wait(0):
+                engine.step()
+    assert watched.steps >= 12
+    assert watched.reused > 0
+
+
 @pytest.mark.parametrize("count", [1, 8, 9, 20])
 def test_a_decode_step_of_any_size_follows_one_of_another_shape(count: int) -> None:
     draw = np.random.default_rng(count)
