@@ -13,7 +13,8 @@ Only blocks that hold visible keys are read: table entries before a window or pa
 anything, and a plane may be a view over address space that is mapped in part.  Rows of q past
 query_start[S], and tokens that seq_lens does not cover, give zeros.
 On a GPU, a step of one token per sequence is one launch (paged_decode); in others, sequences of one token
-are, and the rest is another launch (paged_prefill).
+are, and the rest is another launch (paged_prefill, wgmma_prefill).  Where it was measured to be faster, a
+library does all of it (attention_choice).
 Types: fp16, bf16, fp32, fp64, q and planes alike; sinks in that type or float32.
 Rounding: scores and softmax in float32, one rounding of the output.
 Sources: arXiv:1706.03762, arXiv:2309.06180 (paged cache), arXiv:2112.05682 (online softmax).
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.ops import wgmma_prefill
+from ostinato.ops import attention_choice, fa3_attention, wgmma_prefill
 from ostinato.ops.check import (
     FLOATS,
     INTEGERS,
@@ -177,7 +178,10 @@ def _launch(
     window: int,
     softcap: float,
     sinks_H: Tensor | None = None,
+    *,
+    choices: attention_choice.Choices | None = None,
 ) -> Tensor:
+    """`choices`: of an artifact, instead of the rule below."""
     _check(q_THD, k_cache, v_cache, block_tables_SM, seq_lens_S, query_start, scale, window, softcap, sinks_H)
     check_types("paged_attention", KERNEL_FLOATS, q=q_THD)
     check_dense_planes("paged_attention", k_cache=k_cache, v_cache=v_cache)
@@ -186,6 +190,10 @@ def _launch(
     if out.numel() == 0 or block_tables_SM.numel() == 0:
         return out.zero_()
     inputs = q_THD, k_cache, v_cache, block_tables_SM, seq_lens_S, query_start, sinks_H
+    way = attention_choice.chosen(choices, *inputs[:3], num_seqs, window, softcap, sinks_H)
+    if way == "fa3":
+        fa3_attention.launch(*inputs[:6], out, scale)
+        return out
     if num_tokens <= num_seqs:
         decode(*inputs, out, scale, window, softcap, singles_only=False)
         return out
@@ -193,7 +201,8 @@ def _launch(
     if is_mixed:
         decode(*inputs, out, scale, window, softcap, singles_only=True)
     min_new = 2 if is_mixed else 1
-    if wgmma_prefill.can_launch(q_THD, k_cache, v_cache, window, softcap, sinks_H):
+    takes_tiles = wgmma_prefill.can_launch(q_THD, k_cache, v_cache, window, softcap, sinks_H)
+    if takes_tiles and way != "triton":
         wgmma_prefill.launch(*inputs[:6], out, scale, min_new=min_new)
     else:
         prefill(*inputs, out, scale, window, softcap, min_new=min_new)

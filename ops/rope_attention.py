@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.ops import paged_attention, rope_kv_write
+from ostinato.ops import attention_choice, paged_attention, rope_kv_write
 from ostinato.ops.check import check_dense_planes, check_types
 from ostinato.ops.launch import KERNEL_FLOATS
 from ostinato.ops.paged_decode import NewKeys, decode
@@ -97,7 +97,10 @@ def _launch(
     window: int,
     softcap: float,
     sinks_H: Tensor | None = None,
+    *,
+    choices: attention_choice.Choices | None = None,
 ) -> Tensor:
+    """`choices`: of an artifact, as paged_attention takes them."""
     new_keys = NewKeys(
         k_TGD,
         v_TGE,
@@ -130,7 +133,9 @@ def _launch(
             round_first,
             interleaved,
         )
-        return paged_attention._launch(turned, k_cache, v_cache, *step, scale, window, softcap, sinks_H)
+        return paged_attention._launch(
+            turned, k_cache, v_cache, *step, scale, window, softcap, sinks_H, choices=choices
+        )
     _check(q_THD, *new_keys[:4], k_cache, v_cache, *new_keys[4:], *step, scale, window, softcap, sinks_H)
     check_types("rope_attention", KERNEL_FLOATS, q=q_THD)
     check_dense_planes("rope_attention", k_cache=k_cache, v_cache=v_cache)

@@ -17,6 +17,7 @@ OPS = [
     "rope_kv_write",
     "paged_decode",
     "paged_prefill",
+    "fa3_attention",
     "skinny_linear",
     "skinny_gated",
 ]

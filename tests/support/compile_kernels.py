@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from ostinato.ops import (
     add_rms_norm,
+    fa3_attention,
     gelu_tanh_mul,
     kv_write,
     paged_decode,
@@ -49,6 +50,7 @@ CONSTANTS: dict[ModuleType, dict[str, Any]] = {
     rope_kv_write: HEADS | ROPE | {"H": 4, "G": 2, "TOKENS": 2, "HEADS": 4, "BLOCK_E": 64, "PDL": True},
     paged_decode: ATTENTION | ROPE | {"ROPE": True, "BLOCK_M": 16, "BLOCK_H": 4, "PDL": True},
     paged_prefill: ATTENTION | {"QUERIES": 42, "BLOCK_M": 128, "SEQS": 256},
+    fa3_attention: {"WIDTH": 576, "ROWS": 16, "BLOCK": 1024},
     skinny_linear: SKINNY | {"BLOCK_T": 8, "DOT": True, "SPLIT": 2, "BIAS": True, "RESIDUAL": True},
     skinny_gated: SKINNY | {"BLOCK_T": 2, "DOT": False, "SILU": False},
 }
