@@ -1,11 +1,15 @@
 """y = act(x W^T) + bias + residual on Hopper's tensor cores, any number of tokens: the CUDA side of two ops.
 
+Shapes: T tokens, K columns, N outputs; x [T, K], weight [N, K] (gated: [2N, K], gates first), bias [N],
+residual and y [T, N].
 skinny_linear and skinny_gated say what is computed; `wgmma_linear.cu` computes it.  A block owns a tile of
 tokens (up to 64 for each of its warpgroups) by weight rows; the copy engine (TMA) fills a ring of stages with
 64 columns of both.  Weights are asked for before the kernel that makes x has ended, up to 200 KiB on each
 multiprocessor: while the kernels between two products run, memory stays busy.
 `split` blocks of a cluster share the columns of a tile and add their sums through each other's shared memory,
 in a fixed order; `share` blocks have different tokens, and each loads a part of the weights for all.
+How many stages fit follows from the percentage of L1 that the step's launches have (`STORE.carveout`), so that
+is a part of what decides a variant.
 Types: bf16 and fp16, sums in float32, one rounding at the end.  Needs sm_90a.
 """
 
@@ -168,7 +172,10 @@ def launch(
     residual_TN: Tensor | None = None,
     activation: str = "",
 ) -> None:
-    """Fill `out`, dense and not empty. Operands as `can_launch` wants them, on the current device."""
+    """Fill `out`, dense and not empty. Operands as `can_launch` wants them, on the current device.
+
+    Raises ValueError for a tile that cannot be launched, or has no room for two stages.
+    """
     num_tokens, num_out = out_TN.shape
     is_gated = activation != ""
     check_tile("wgmma_linear", tile, is_gated)
