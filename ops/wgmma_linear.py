@@ -8,8 +8,8 @@ tokens (up to 64 for each of its warpgroups) by weight rows; the copy engine (TM
 multiprocessor: while the kernels between two products run, memory stays busy.
 `split` blocks of a cluster share the columns of a tile and add their sums through each other's shared memory,
 in a fixed order; `share` blocks have different tokens, and each loads a part of the weights for all.
-How many stages fit follows from the percentage of L1 that the step's launches have (`STORE.carveout`), so that
-is a part of what decides a variant.
+How many stages fit follows from the percentage of L1 that the step's launches have (`STORE.carveout`), which
+so decides the variant, too.
 Types: bf16 and fp16, sums in float32, one rounding at the end.  Needs sm_90a.
 """
 

@@ -1,8 +1,8 @@
 """paged_attention for many new tokens on Hopper's tensor cores: the CUDA side of its prefill.
 
 paged_attention says what is computed, and what the letters mean; this kernel does so for bf16 heads of 128
-values without window, softcap and sinks, in blocks of 8 to 128 tokens.  Keys and values come by the copy engine
-(TMA) straight from the blocks of the cache, a tile of 128 at a time; scores stay in registers, and the
+values without window, softcap and sinks, in blocks of 8 to 128 tokens.  Keys and values come by the copy
+engine (TMA) straight from the blocks of the cache, a tile of 128 at a time; scores stay in registers, and the
 exponentials of one tile are taken while the tensor cores multiply with others (arXiv:2407.08608).  Softmax in
 float32, its shares rounded to bf16 before they meet the values, as the Triton kernel does.  Needs sm_90a.
 """
