@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 
@@ -227,7 +227,12 @@ class KVSizer:
             return
         with self._memory.paused() as pool:
             pool.recommit()
-            pool.check()
+            try:
+                pool.check()
+            except VmmError:
+                with suppress(VmmError):  # what resists is in the pool's books; the reason is the first error
+                    pool.release_physical()
+                raise
             self._asleep = False
             self._blocks.grow_to(pool.committed_blocks)
         self._retry_at = 0.0

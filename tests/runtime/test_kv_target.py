@@ -11,7 +11,7 @@ from ostinato.runtime.config import SchedulerConfig
 from ostinato.runtime.kv_sizer import KVSizer
 from ostinato.runtime.memory.kv_pool import KVPool
 from ostinato.runtime.memory.kv_worker import KVWorker
-from ostinato.runtime.memory.vmm import MemoryRegistered, VmmOutOfMemory
+from ostinato.runtime.memory.vmm import MemoryRegistered, VmmError, VmmOutOfMemory
 from ostinato.runtime.messages import KVTarget
 from ostinato.runtime.scheduling.block_pool import BlockPool
 from tests.support.engine_runs import BLOCK_BYTES, finish, generate, greedy, prompt_of, tokens_of, toy_engine
@@ -150,6 +150,11 @@ def test_sleep_gives_everything_back_and_waking_gives_the_start_again():
     sized.driver.arm(3, error=VmmOutOfMemory)
     with pytest.raises(VmmOutOfMemory):
         sized.sizer.wake()
+    assert (sized.driver.inner.physical_bytes, sized.sizer.is_asleep) == (0, True)
+    with pytest.MonkeyPatch.context() as wrong:
+        wrong.setattr(sized.driver.inner, "mapped_bytes", lambda address, size: 64)
+        with pytest.raises(VmmError, match="64 by the driver's"):
+            sized.sizer.wake()
     assert (sized.driver.inner.physical_bytes, sized.sizer.is_asleep) == (0, True)
     sized.sizer.wake()
     assert (sized.turns(1), sized.blocks.lookup(b"k" * 32)) == (8, None)

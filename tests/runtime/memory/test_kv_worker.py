@@ -26,6 +26,7 @@ class Gated(ModelVmm):
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = threading.Event()
+        self.created_one = threading.Event()
 
     def _pass(self) -> None:
         if not self.gate.is_set():
@@ -34,6 +35,7 @@ class Gated(ModelVmm):
 
     def create(self, size, *, at=None):
         self._pass()
+        self.created_one.set()
         return super().create(size, at=at)
 
     def unmap(self, address, size):
@@ -98,6 +100,7 @@ def test_blocks_are_not_usable_from_the_moment_they_are_to_go(driver, worker):
 def test_nothing_changes_while_it_is_paused(driver, worker):
     with worker.paused() as pool:
         worker.grow_to(12)
+        assert not driver.created_one.wait(0.2)  # the thread would not have waited so long
         assert (pool.committed_blocks, driver.created) == (0, 0)
     worker.wait()
     assert worker.usable == 12
