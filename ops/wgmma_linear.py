@@ -162,6 +162,25 @@ def _stride(rows: Tensor) -> int:
     return rows.stride(0) if rows.dim() == 2 and len(rows) > 1 else 0
 
 
+def _stage_bytes(tile: Tile, token_rows: int) -> int:
+    return (token_rows + tile.rows) * _COLUMNS * 2
+
+
+def _ring(tile: Tile, groups: int, token_rows: int) -> tuple[int, int]:
+    """Stages, and bytes behind them. Raises ValueError where there is no room for two."""
+    stage_bytes = _stage_bytes(tile, token_rows)
+    spare = max(0, 64 * 128 - stage_bytes)  # fewer tokens than a multiplication reads: it runs on behind
+    room = MAX_SHARED * STORE.carveout // 100 - 1024  # what other kernels of the step leave to shared memory
+    stages = min((room - spare) // (stage_bytes + 16), _MAX_STAGES)
+    if stages < 2:  # a stage is free again once the next one is there
+        raise ValueError(
+            f"wgmma_linear: {tile} leaves room for {stages} stages of 2 that it needs; take fewer rows"
+        )
+    if tile.split > 1:  # the ring takes the sums of all threads at the end
+        spare = max(spare, groups * 64 * tile.rows * 4 - stages * stage_bytes)
+    return stages, spare
+
+
 def launch(
     x_TK: Tensor,
     weight_NK: Tensor,
@@ -186,16 +205,7 @@ def launch(
     )
     token_tiles = -(-num_tokens // (64 * groups))
     share = tile.share if token_tiles > 1 else 1
-    stage_bytes = (token_rows + tile.rows) * 128
-    spare = max(0, 64 * 128 - stage_bytes)  # fewer tokens than a multiplication reads: it runs on behind
-    room = MAX_SHARED * STORE.carveout // 100 - 1024  # what other kernels of the step leave to shared memory
-    stages = min((room - spare) // (stage_bytes + 16), _MAX_STAGES)
-    if stages < 2:  # a stage is free again once the next one is there
-        raise ValueError(
-            f"wgmma_linear: {tile} leaves room for {stages} stages of 2 that it needs; take fewer rows"
-        )
-    if tile.split > 1:  # the ring takes the sums of all threads at the end
-        spare = max(spare, groups * 64 * tile.rows * 4 - stages * stage_bytes)
+    stages, spare = _ring(tile, groups, token_rows)
     outputs = tile.rows // 2 if is_gated else tile.rows
     tiles, cluster = -(-num_out // outputs), tile.split * share
     items = -(-token_tiles // share) * tiles
@@ -231,7 +241,7 @@ def launch(
         args,
         constants,
         threads=groups * 128 + 32,
-        shared=stages * (stage_bytes + 16) + spare,
+        shared=stages * (_stage_bytes(tile, token_rows) + 16) + spare,
     )
 
 
