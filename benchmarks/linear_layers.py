@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.ops import rms_norm, silu_mul, skinny_gated, skinny_linear
-from ostinato.ops.skinny_rows import Config
-from ostinato.ops.wgmma_linear import Tile
 
 EPS = 1e-5
 CHAIN_BYTES = 600 << 20  # of weights under one graph of a single layer: ten times the L2 of an H200
@@ -64,14 +62,12 @@ MODELS = {
 }
 
 
-def ours(
-    layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, config: Config | Tile | None
-) -> Tensor:
+def ours(layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
     scale = norm[: layer.width] if layer.has_norm else None
     if layer.is_gated:
-        return skinny_gated.launch(x, weight, scale, EPS, 0.0, True, "silu", config=config)
+        return skinny_gated.launch(x, weight, scale, EPS, 0.0, True, "silu")
     added = residual if layer.has_residual else None
-    return skinny_linear.launch(x, weight, None, scale, EPS, 0.0, True, added, config=config)
+    return skinny_linear.launch(x, weight, None, scale, EPS, 0.0, True, added)
 
 
 def parts(layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
@@ -107,13 +103,12 @@ class Bench:
         return self.weights(layer, count), x, residual
 
 
-def check(
-    layer: Layer, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, config: Config | Tile | None
-) -> None:
+def check(bench: Bench, layer: Layer, num_tokens: int) -> None:
     """Against the parts in float32; raises RuntimeError."""
-    y = ours(layer, x, weight, norm, residual, config).float()
-    wide = (tensor.float() for tensor in (x, weight, norm, residual))
-    truth = parts(layer, *wide)
+    weights, x, residual = bench.chain(layer, num_tokens)
+    given = x, weights[0], bench.norm, residual
+    y = ours(layer, *given).float()
+    truth = parts(layer, *(tensor.float() for tensor in given))
     error = float((y - truth).norm() / truth.norm())
     if not error < WORST_ERROR:
-        raise RuntimeError(f"{layer} with {len(x)} tokens and {config}: relative error {error:.3g}")
+        raise RuntimeError(f"{layer} with {num_tokens} tokens: relative error {error:.3g}")

@@ -1,4 +1,4 @@
-"""Settings of tracing."""
+"""Settings of tracing, and of what a compile measures."""
 
 from typing import Literal
 
@@ -21,4 +21,11 @@ class GraphConfig(Section):
     )
     pooling: Literal["auto", "mean", "last", "cls"] = Field(
         "auto", description="embed: which hidden states make the vector; auto: as the model folder says"
+    )
+    tune_s: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="seconds for measuring linear layers that the GPU's table lacks; 0: none is measured",
     )

@@ -37,9 +37,7 @@ def chosen_way(
     num_outputs = weight_NK.shape[0] // (2 if activation else 1)
     if width == 0:
         return None
-    takes_tiles = num_tokens <= wgmma_linear.MAX_TOKENS and wgmma_linear.can_launch(
-        x_TK, weight_NK, activation
-    )
+    takes_tiles = wgmma_linear.can_launch(x_TK, weight_NK, activation)
     measured = tuning.choice(op, num_tokens, num_outputs, width, x_TK.dtype, choices)
     if measured == tuning.BY_PARTS:
         return None
@@ -47,7 +45,28 @@ def chosen_way(
         return Config(**measured.config)
     if measured is not None and measured.tile is not None and takes_tiles:
         return Tile(**measured.tile)
-    if takes_tiles and num_tokens > FEW:
-        places = wgmma_linear.multiprocessors(x_TK.get_device())
-        return wgmma_linear.default_tile(num_tokens, num_outputs, activation != "", places)
-    return default(num_tokens, num_outputs, width, x_TK.dtype) if num_tokens <= MAX_TOKENS else None
+    places = wgmma_linear.multiprocessors(x_TK.get_device()) if takes_tiles else 0
+    return default_way(num_tokens, num_outputs, width, x_TK.dtype, activation != "", places, default)
+
+
+def default_way(
+    num_tokens: int,
+    num_outputs: int,
+    width: int,
+    dtype: torch.dtype,
+    is_gated: bool,
+    places: int,
+    default: Callable[[int, int, int, torch.dtype], Config],
+) -> Way:
+    """What reasoning says. `places`: multiprocessors that take tiles, 0: the layer has none."""
+    if places and FEW < num_tokens <= wgmma_linear.MAX_TOKENS:
+        return wgmma_linear.default_tile(num_tokens, num_outputs, is_gated, places)
+    return default(num_tokens, num_outputs, width, dtype) if num_tokens <= MAX_TOKENS else None
+
+
+def choice_of(way: Way) -> tuning.Choice:
+    """A way as tables have it."""
+    if way is None:
+        return tuning.BY_PARTS
+    kind = "tile" if isinstance(way, Tile) else "config"
+    return tuning.Choice(**{kind: way._asdict()})

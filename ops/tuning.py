@@ -1,15 +1,18 @@
 """Which way of computing a skinny linear layer is fastest on a GPU, as measured: a table by shape.
 
 The table of a GPU lies in `ops/tuned/<gpu>.json` and is written by `benchmarks/gpu_linears.py --tune`. A
-compile takes it into the artifact, so that a server launches exactly what was compiled. A shape that nobody
-has measured gets the default that is written in the op's file.
+compile takes it into the artifact and adds what it measures itself (`runtime/gpu/layer_tuning.py`), so that a
+server launches exactly what was compiled. A shape that nobody has measured gets the default that is written
+in the op's file.
+A row of a table is a shape, the way that it takes ("config", "tile", or neither: by parts), and for readers
+what the ways took, in us.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +24,8 @@ from ostinato.errors import ArtifactError
 FOLDER = Path(__file__).parent / "tuned"
 FILE = "tuning.json"
 OPS = ("skinny_linear", "skinny_gated")  # those with choices
-CLASSES = (
-    1,
-    4,
-    8,
-    16,
-    32,
-    64,
-    128,
-    192,
-    256,
-)  # numbers of tokens that are measured; one between is served by the next
+# Numbers of tokens that are measured; one between is served by the next.
+CLASSES = (1, 4, 8, 16, 32, 64, 128, 192, 256)
 
 
 class Shape(NamedTuple):
@@ -62,10 +56,14 @@ def choice(
     most = next((c for c in CLASSES if c >= tokens), None)
     if most is None:
         return None
-    shape = Shape(op, most, out, width, str(dtype).removeprefix("torch."))
     if choices is None:
         choices = _table(torch.cuda.get_device_name()) if torch.cuda.is_available() else {}
-    return choices.get(shape)
+    return choices.get(Shape(op, most, out, width, dtype_name(dtype)))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A number type as tables have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def gpu_slug(name: str) -> str:
@@ -73,11 +71,38 @@ def gpu_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+def table_path() -> Path:
+    """Where the table of this GPU lies, if it has one."""
+    return FOLDER / f"{gpu_slug(torch.cuda.get_device_name())}.json"
+
+
 def write(folder: Path) -> None:
     """Put the table of this GPU into an artifact."""
-    path = FOLDER / f"{gpu_slug(torch.cuda.get_device_name())}.json"
+    path = table_path()
     text = path.read_text() if path.is_file() else '{"choices": []}'
     (folder / FILE).write_text(text)
+
+
+def row(shape: Shape, way: Choice, **us: float) -> dict[str, Any]:
+    """A row of a table. `us`: times, as "us" (of this way), "default_us" and "parts_us"."""
+    chosen = {kind: value for kind, value in way._asdict().items() if value is not None}
+    return shape._asdict() | chosen | {name: round(value, 3) for name, value in us.items()}
+
+
+def add(path: Path, rows: Sequence[dict[str, Any]], **about: Any) -> None:
+    """Put rows into a table's file, in the place of those of the same shapes. `about`: what else it says."""
+    raw = json.loads(path.read_text()) if path.is_file() else {}
+    found = {_shape(row): row for row in [*raw.pop("choices", []), *rows]}
+    head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (raw | about).items()]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in found.values())
+    path.write_text("{\n" + ",\n".join([*head, f'"choices": [\n{lines}\n]']) + "\n}\n")
+    _table.cache_clear()
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """What the compile of an artifact says of its measurements; empty: it made none."""
+    path = folder / FILE
+    return dict(json.loads(path.read_text()).get("measured", {})) if path.is_file() else {}
 
 
 def read(folder: Path) -> Choices:
@@ -95,9 +120,8 @@ def _table(gpu: str) -> Choices:
 
 
 def _choices(raw: dict[str, Any]) -> dict[Shape, Choice]:
-    found: dict[Shape, Choice] = {}
-    for row in raw["choices"]:
-        shape = Shape(row["op"], row["tokens"], row["out"], row["width"], row["dtype"])
-        is_faster = row["us"] <= row["parts_us"]
-        found[shape] = Choice(row.get("config"), row.get("tile")) if is_faster else BY_PARTS
-    return found
+    return {_shape(row): Choice(row.get("config"), row.get("tile")) for row in raw["choices"]}
+
+
+def _shape(row: Mapping[str, Any]) -> Shape:
+    return Shape(row["op"], row["tokens"], row["out"], row["width"], row["dtype"])

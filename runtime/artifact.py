@@ -289,6 +289,7 @@ def compile_options(config: EngineConfig, device: str = "cpu") -> dict[str, Any]
         "graph.target": config.graph.target,
         "graph.task": config.graph.task,
         "graph.pooling": config.graph.pooling,
+        "graph.tune_s": config.graph.tune_s,
         "passes.off": sorted(config.passes.off),
         "passes.fuel": config.passes.fuel,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from ostinato import log
 from ostinato.tools.flags import add_flags, config_from, user_path
@@ -65,12 +66,26 @@ def run(arguments: argparse.Namespace) -> int:
     proof = manifest.proof
     for line in (
         pass_table(manifest),
+        *measured_layers(folder),
         f"proof: largest logit error {proof.max_error:.2e} of {proof.budget:.2e} allowed, against float64",
         f"{manifest.weights_bytes / 2**20:.0f} MiB of weights, {time.perf_counter() - start:.1f} s",
     ):
         print(line, file=sys.stderr)
     print(folder)
     return 0
+
+
+def measured_layers(folder: Path) -> list[str]:
+    """What the compile for a GPU has measured: a line, or none."""
+    from ostinato.ops import tuning
+
+    said = tuning.measured(folder)
+    if not said:
+        return []
+    return [
+        f"linear layers: {said['shapes']} shapes measured in {said['seconds']} s, "
+        f"{said['not_default']} go another way than the default"
+    ]
 
 
 def main() -> int:

@@ -45,6 +45,11 @@ _ALIGN = 16  # bytes: what kernels are compiled for, whatever the number of rows
 _CHECK_CONTEXT = 37  # tokens of KV before those of the step, in the check of a captured graph
 
 
+def step_carveout(num_tokens: int) -> int:
+    """Percent of L1 that kernels of a step want as shared memory: 6 % of one of one token (docs/log.md)."""
+    return 50 if num_tokens == 1 else 100
+
+
 class _Output(NamedTuple):
     """Where a step of R rows of logits leaves its results."""
 
@@ -243,7 +248,7 @@ class GpuBackend:
 
     def _body(self, shape: StepShape) -> Tensor:
         """All kernels of a step, in order; this is what a graph captures."""
-        STORE.carveout = 50 if shape.tokens == 1 else 100  # 6 % of a step of one token (docs/log.md)
+        STORE.carveout = step_carveout(shape.tokens)
         inputs, samples = self._buffers.inputs(shape)
         take_pending._launch(inputs.token_ids, self._last_tokens)
         logits = self._model(inputs, self._planes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,16 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
     return GpuModel(folder, manifest, weights, run)
 
 
-def bind_gpu(folder: Path, plans: Sequence[PlanRecord], weights: DeviceWeights) -> Bound:
-    """What runs a step by the plan for its number of tokens."""
-    tensors, ops = weights.tensors(), launchers(tuning.read(folder))
+def bind_gpu(
+    folder: Path,
+    plans: Sequence[PlanRecord],
+    weights: DeviceWeights,
+    ops: Mapping[str, Callable[..., Any]] | None = None,
+) -> Bound:
+    """What runs a step by the plan for its number of tokens. `ops`: instead of our launchers."""
+    tensors = weights.tensors()
+    if ops is None:
+        ops = launchers(tuning.read(folder))
     programs = [read_program(folder / plan.program) for plan in plans]
     runs = [bind(program, tensors, native=ops, device=weights.device) for program in programs]
     last_tokens = [plan.last for plan in plans]

@@ -1,8 +1,9 @@
 """Compiling for a GPU: two programs, and every kernel variant that any step of them can need.
 
-Variants are found by doing: a shape of each class that a server can form runs as a server would run it, and
-what it launches goes into the artifact. It runs twice: dry, to learn what must be compiled, which several
-processes do at once; then in earnest, which loads and launches every kernel.
+Linear layers that nobody has measured on this GPU are measured first (`layer_tuning`), which decides what is
+launched. Variants are found by doing: a shape of each class that a server can form runs as a server would run
+it, and what it launches goes into the artifact. It runs twice: dry, to learn what must be compiled, which
+several processes do at once; then in earnest, which loads and launches every kernel.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu.device_weights import DeviceWeights
 from ostinato.runtime.gpu.gpu_model import bind_gpu, gpu_driver, launchers
 from ostinato.runtime.gpu.kernel_workers import compile_all
+from ostinato.runtime.gpu.layer_calls import LayerCall, layers_of, noting
+from ostinato.runtime.gpu.layer_tuning import Gpu, tune_layers
 from ostinato.runtime.gpu.rehearsal import rehearse, rehearsing_backend
 from ostinato.runtime.program import Bound
+from ostinato.runtime.runner import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +65,12 @@ class GpuTarget:
         """Put the weights on the device, run a shape of each class, and write what was launched."""
         began = time.perf_counter()
         tuning.write(self._folder)
-        run = self.load(plans)
+        self._fill_weights()
         loaded = time.perf_counter()
+        if config.graph.tune_s:
+            self._tune_layers(plans, config, facts)
+        tuned = time.perf_counter()
+        run = self.load(plans)
         backend = rehearsing_backend(run, facts, config, self.device)
         try:
             with STORE.recording(is_dry=True) as wanted:
@@ -82,17 +90,50 @@ class GpuTarget:
             len(launched.variants),
             loaded - began,
             len(missing),
-            compiled - loaded,
+            compiled - tuned,
             time.perf_counter() - compiled,
         )
         return time.perf_counter() - began
 
-    def load(self, plans: Sequence[PlanRecord]) -> Bound:
-        """The programs over the weights on the device, which are read once."""
-        if self._run is None:
+    def _tune_layers(self, plans: Sequence[PlanRecord], config: EngineConfig, facts: ModelFacts) -> None:
+        """Measure the linear layers that the GPU's table lacks, and add them to the artifact's."""
+        choices = tuning.read(self._folder)
+        calls: list[LayerCall] = []
+        ops = launchers(choices) | noting(calls, choices)
+        run = bind_gpu(self._folder, plans, self._fill_weights(), ops)
+        backend = rehearsing_backend(run, facts, config, self.device)
+        try:
+            with STORE.recording(is_dry=True):
+                backend.rehearse(StepShape(2, 2, 2))
+        finally:
+            backend.shut()
+        layers, gpu = layers_of(calls), Gpu.of(self.device)
+        tuned = tune_layers(layers, choices, gpu, config.graph.tune_s)
+        if not tuned.num_candidates:
+            return
+        tuning.add(self._folder / tuning.FILE, tuned.rows, measured=tuned.about)
+        log.info(
+            "%d shapes of linear layers measured, %d go another way than the default; %d candidates, "
+            "%d variants compiled in %.1f s; %.1f s in all",
+            len(tuned.rows),
+            tuned.about["not_default"],
+            tuned.num_candidates,
+            tuned.num_variants,
+            tuned.compile_s,
+            tuned.seconds,
+        )
+
+    def _fill_weights(self) -> DeviceWeights:
+        """The weights on the device, which are read once."""
+        if self._weights is None:
             self._weights = DeviceWeights(self._folder / WEIGHTS, gpu_driver(self.device))
             self._weights.fill()
-            self._run = bind_gpu(self._folder, plans, self._weights)
+        return self._weights
+
+    def load(self, plans: Sequence[PlanRecord]) -> Bound:
+        """The programs over the weights on the device, bound once."""
+        if self._run is None:
+            self._run = bind_gpu(self._folder, plans, self._fill_weights())
         return self._run
 
     def described(self) -> tuple[Target, str]:

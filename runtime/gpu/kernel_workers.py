@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +29,22 @@ from ostinato.ops.kernel_store import Binary, Variant
 MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
 
 
+class _Refused(ValueError):
+    """A compiler's error; the worker lives on."""
+
+
 def compile_all(
-    variants: Sequence[Variant], capability: int, *, workers: int = 0
+    variants: Sequence[Variant],
+    capability: int,
+    *,
+    workers: int = 0,
+    refused: dict[str, str] | None = None,
+    until: float = math.inf,
 ) -> Iterator[tuple[Binary, bytes]]:
     """What each kernel's `compile` gives, in any order. `workers`: 0: as many as there are cores.
 
-    Raises CompileError, with what the worker said, for a variant that cannot be compiled.
+    A variant that cannot be compiled is put into `refused` with the reason; without that it raises
+    CompileError, as a worker that dies does. None is begun after `until`, a time of `time.monotonic`.
     """
     if not variants:
         return
@@ -41,11 +53,13 @@ def compile_all(
     for variant in sorted(variants, key=lambda v: -len(v.names)):  # the largest kernels take longest
         waiting.put(variant)
     with ThreadPoolExecutor(count, thread_name_prefix="ostinato-kernels") as threads:
-        for made in threads.map(lambda _: _work(waiting, capability), range(count)):
+        for made in threads.map(lambda _: _work(waiting, capability, refused, until), range(count)):
             yield from made
 
 
-def _work(waiting: queue.SimpleQueue[Variant], capability: int) -> list[tuple[Binary, bytes]]:
+def _work(
+    waiting: queue.SimpleQueue[Variant], capability: int, refused: dict[str, str] | None, until: float
+) -> list[tuple[Binary, bytes]]:
     """One worker, from start to end. A failure empties the queue, so that the others end soon."""
     made = []
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -64,12 +78,17 @@ def _work(waiting: queue.SimpleQueue[Variant], capability: int) -> list[tuple[Bi
         assert process.stdout is not None
         variant = None
         try:
-            while True:
+            while time.monotonic() < until:
                 try:
                     variant = waiting.get_nowait()
                 except queue.Empty:
                     break
-                made.append(_ask(process.stdin, process.stdout, variant, capability))
+                try:
+                    made.append(_ask(process.stdin, process.stdout, variant, capability))
+                except _Refused as error:
+                    if refused is None:
+                        raise
+                    refused[variant.key] = str(error)
             process.stdin.close()
         except (OSError, ValueError) as error:
             process.kill()
@@ -96,7 +115,7 @@ def _ask(to: IO[str], answers: IO[str], variant: Variant, capability: int) -> tu
         raise ValueError("no answer")
     answer = json.loads(line)
     if "error" in answer:
-        raise ValueError(answer["error"])
+        raise _Refused(answer["error"])
     return Binary.model_validate(answer["binary"]), base64.b64decode(answer["cubin"])
 
 

@@ -163,7 +163,7 @@ class StepGraphs:
         eager = self._body(shape).clone()  # also loads every kernel: nothing may be loaded in a capture
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with _no_collection():
+        with no_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 logits = self._body(shape)
@@ -184,7 +184,7 @@ class StepGraphs:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage is collected meanwhile: what an object frees as it goes would spoil the capture."""
     was_enabled = gc.isenabled()
     gc.disable()

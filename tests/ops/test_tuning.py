@@ -9,27 +9,56 @@ import torch
 from ostinato.errors import ArtifactError
 from ostinato.ops import skinny_gated, skinny_linear, tuning
 from ostinato.ops.skinny_rows import Config, check_config
+from ostinato.ops.skinny_ways import Way, choice_of
 from ostinato.ops.wgmma_linear import Tile, check_tile
 
+TILE = {"rows": 64, "groups": 1, "split": 2, "share": 1}
 CONFIG = {"by_tensor_cores": False, "rows": 2, "block_k": 1024, "num_warps": 4, "num_stages": 1}
+CONFIG |= {"split": 1, "prefetch": 0}
 
 
-def row(tokens: int, *, us: float, parts_us: float) -> dict[str, object]:
-    shape = {"op": "skinny_linear", "tokens": tokens, "out": 64, "width": 32, "dtype": "bfloat16"}
-    return {**shape, "config": CONFIG, "us": us, "parts_us": parts_us}
+def shape(tokens: int) -> tuning.Shape:
+    return tuning.Shape("skinny_linear", tokens, 64, 32, "bfloat16")
 
 
 @pytest.fixture
 def choices(tmp_path: Path) -> tuning.Choices:
-    rows = [row(1, us=2.0, parts_us=5.0), row(8, us=9.0, parts_us=5.0)]
-    (tmp_path / tuning.FILE).write_text(json.dumps({"choices": rows}))
+    rows = [
+        tuning.row(shape(1), tuning.Choice(config=CONFIG), us=2.0, parts_us=5.0),
+        tuning.row(shape(8), tuning.BY_PARTS, us=5.0, parts_us=5.0),
+        tuning.row(shape(32), tuning.Choice(tile=TILE), us=6.0, parts_us=5.99),  # within the noise
+    ]
+    tuning.add(tmp_path / tuning.FILE, rows)
     return tuning.read(tmp_path)
 
 
-def test_the_faster_of_kernel_and_parts_is_chosen(choices: tuning.Choices) -> None:
+def test_a_row_gives_back_its_way_whatever_its_times(choices: tuning.Choices) -> None:
     bf16 = torch.bfloat16
     assert tuning.choice("skinny_linear", 1, 64, 32, bf16, choices) == tuning.Choice(CONFIG)
     assert tuning.choice("skinny_linear", 8, 64, 32, bf16, choices) == tuning.BY_PARTS
+    assert tuning.choice("skinny_linear", 32, 64, 32, bf16, choices) == tuning.Choice(tile=TILE)
+
+
+def test_added_rows_take_the_place_of_the_same_shapes_and_keep_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / tuning.FILE
+    path.write_text(json.dumps({"header": {"gpu": "G"}, "choices": [tuning.row(shape(1), tuning.BY_PARTS)]}))
+    assert tuning.measured(tmp_path) == {}
+    rows = [tuning.row(shape(1), tuning.Choice(CONFIG)), tuning.row(shape(4), tuning.BY_PARTS, us=1.23456)]
+    tuning.add(path, rows, measured={"shapes": 2})
+    assert tuning.read(tmp_path) == {shape(1): tuning.Choice(CONFIG), shape(4): tuning.BY_PARTS}
+    raw = json.loads(path.read_text())
+    assert raw["header"] == {"gpu": "G"}
+    assert raw["choices"][1]["us"] == 1.235
+    assert tuning.measured(tmp_path) == {"shapes": 2}
+
+
+@pytest.mark.parametrize("way", [None, Config(**CONFIG), Tile(**TILE)])
+def test_every_way_survives_a_table(way: Way, tmp_path: Path) -> None:
+    tuning.add(tmp_path / tuning.FILE, [tuning.row(shape(1), choice_of(way))])
+    found = tuning.read(tmp_path)[shape(1)]
+    assert found == choice_of(way)
+    assert (found.config and Config(**found.config)) == (way if isinstance(way, Config) else None)
+    assert (found.tile and Tile(**found.tile)) == (way if isinstance(way, Tile) else None)
 
 
 def test_tokens_between_two_classes_are_served_by_the_next(choices: tuning.Choices) -> None:
@@ -43,7 +72,7 @@ def test_tokens_between_two_classes_are_served_by_the_next(choices: tuning.Choic
         ("skinny_gated", 1, 64, 32, torch.bfloat16),
         ("skinny_linear", 1, 65, 32, torch.bfloat16),
         ("skinny_linear", 1, 64, 32, torch.float32),
-        ("skinny_linear", 17, 64, 32, torch.bfloat16),
+        ("skinny_linear", 33, 64, 32, torch.bfloat16),
         ("skinny_linear", 257, 64, 32, torch.bfloat16),
     ],
 )
@@ -70,7 +99,7 @@ def test_every_choice_of_a_shipped_table_is_a_configuration_that_its_op_takes(pa
         dtype = getattr(torch, choice["dtype"])
         if "tile" in choice:
             check_tile(choice["op"], Tile(**choice["tile"]), choice["op"] == "skinny_gated")
-        else:
+        elif "config" in choice:
             check_config(choice["op"], Config(**choice["config"]), dtype, choice["tokens"])
     assert {skinny_linear.__name__.rpartition(".")[2], skinny_gated.__name__.rpartition(".")[2]} == set(
         tuning.OPS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,24 +30,27 @@ CPU = torch.device("cpu")
 class DryGpu:
     """A traced model as a GPU would run it; `variants` says what a step of a shape launches."""
 
-    def __init__(self, captured: CapturedGraph, choices: tuning.Choices) -> None:
+    def __init__(
+        self, captured: CapturedGraph, choices: tuning.Choices, ops: Mapping[str, Any] | None = None
+    ) -> None:
+        """`ops`: in the place of some launchers."""
         config = EngineConfig(kv=KVConfig(block_tokens=4), scheduler=SchedulerConfig(max_waiting=8))
         reports = pipeline.run(captured.graph_module, config.passes, captured.facts.expected_matches)
         with patch.object(gpu_target, "capability", lambda _: 90):
             plans = GpuTarget(Path(), CPU).plans(captured.graph_module, config, reports)
-        with _without_gpu():
-            run = _by_tokens(plans, choices)
+        with without_gpu():
+            run = _by_tokens(plans, launchers(choices) | dict(ops or {}))
             self.backend = rehearsal.rehearsing_backend(run, captured.facts, config, CPU)
 
     def variants(self, shape: StepShape) -> frozenset[str]:
         """Keys of what a step launches; nothing is."""
-        with _without_gpu(), kernel_store.STORE.recording(is_dry=True) as noted:
+        with without_gpu(), kernel_store.STORE.recording(is_dry=True) as noted:
             self.backend.rehearse(shape)
         return frozenset(noted.variants)
 
 
-def _by_tokens(plans: list[Plan], choices: tuning.Choices) -> Bound:
-    runs = [_bound(plan, choices) for plan in plans]
+def _by_tokens(plans: list[Plan], ops: Mapping[str, Any]) -> Bound:
+    runs = [_bound(plan, ops) for plan in plans]
 
     def run(inputs: StepInputs, kv: Any) -> Tensor:
         tokens = inputs.token_ids.shape[0]
@@ -57,7 +60,7 @@ def _by_tokens(plans: list[Plan], choices: tuning.Choices) -> Bound:
     return run
 
 
-def _bound(plan: Plan, choices: tuning.Choices) -> Bound:
+def _bound(plan: Plan, ops: Mapping[str, Any]) -> Bound:
     """The program over weights of zeros."""
     weights = {
         node.name: torch.zeros([int(size) for size in node.meta["val"].shape], dtype=node.meta["val"].dtype)
@@ -65,11 +68,11 @@ def _bound(plan: Plan, choices: tuning.Choices) -> Bound:
         if node.op == "placeholder" and node.meta["role"] == "weight" and node.users
     }
     program = lower(plan.graph_module, {name: name for name in weights})
-    return bind(program, weights, native=launchers(choices), device=CPU)
+    return bind(program, weights, native=ops, device=CPU)
 
 
 @contextmanager
-def _without_gpu() -> Iterator[None]:
+def without_gpu() -> Iterator[None]:
     """Streams that do nothing, memory that is not pinned, and the GPU side of every op for CPU tensors."""
     zeros = torch.zeros
 

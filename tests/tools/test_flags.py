@@ -9,7 +9,7 @@ from ostinato.tools.flags import add_flags, changed, config_from, settings
 
 FLAGS = [
     "cpu.bind", "cpu.threads", "gpu.graph_tokens", "graph.dtype", "graph.pooling", "graph.target",
-    "graph.task", "kv.ahead_mib", "kv.block_tokens", "kv.headroom_gib", "kv.idle_shrink_s",
+    "graph.task", "graph.tune_s", "kv.ahead_mib", "kv.block_tokens", "kv.headroom_gib", "kv.idle_shrink_s",
     "kv.initial_mib", "kv.max_gib",
     "kv.prefix_cache", "kv.share", "kv.wait_s", "log_level", "max_model_len", "passes.dump_dir",
     "passes.fuel", "passes.off", "profile.folder", "profile.max_seconds", "scheduler.max_running",

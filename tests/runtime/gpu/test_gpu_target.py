@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from ostinato.errors import CompileError
-from ostinato.ops import kernel_store, tuning
+from ostinato.graph.config import GraphConfig
+from ostinato.ops import kernel_store, skinny_linear, tuning
 from ostinato.ops.kernel_store import Binary, Variant
 from ostinato.passes import pipeline
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu import gpu_target
 from ostinato.runtime.gpu.gpu_target import GpuTarget
+from ostinato.runtime.gpu.layer_calls import Layer
+from ostinato.runtime.gpu.layer_tuning import Tuned
+from ostinato.runtime.runner import StepShape
 from tests.support.captured import capture_tiny
 from tests.support.graphs import ops
 from tests.support.tiny_models import tiny_config
@@ -59,8 +63,9 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuTarget:
     monkeypatch.setattr(gpu_target, "STORE", store)
     monkeypatch.setattr(kernel_store, "capability_here", lambda: 90)
     monkeypatch.setattr(gpu_target, "capability", lambda _: 90)
-    monkeypatch.setattr(tuning, "write", lambda folder: None)
+    monkeypatch.setattr(tuning, "write", lambda folder: (folder / tuning.FILE).write_text('{"choices": []}'))
     monkeypatch.setattr(GpuTarget, "load", lambda self, plans: None)
+    monkeypatch.setattr(GpuTarget, "_fill_weights", lambda self: None)
     backend = SimpleNamespace(shut=lambda: None)
     monkeypatch.setattr(gpu_target, "rehearsing_backend", lambda *_: backend)
     return GpuTarget(tmp_path, CPU)
@@ -78,6 +83,9 @@ def rehearsed(names: list[str]) -> Any:
     return rehearse
 
 
+UNTUNED = EngineConfig(graph=GraphConfig(tune_s=0))
+
+
 def test_only_what_is_missing_is_compiled_and_all_that_is_launched_is_kept(
     target: GpuTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +98,7 @@ def test_only_what_is_missing_is_compiled_and_all_that_is_launched_is_kept(
         return [binary(v.key) for v in variants]
 
     monkeypatch.setattr(gpu_target, "compile_all", compile_all)
-    target.make_kernels([], CONFIG, None)  # type: ignore[arg-type]  # facts are for the back end
+    target.make_kernels([], UNTUNED, None)  # type: ignore[arg-type]  # facts are for the back end
     assert asked == ["new"]
     kept = kernel_store.KernelStore()
     assert kept.read(tmp_path) == 2
@@ -101,4 +109,44 @@ def test_only_what_is_missing_is_compiled_and_all_that_is_launched_is_kept(
 def test_a_program_without_kernels_is_an_error(target: GpuTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_target, "rehearse", rehearsed([]))
     with pytest.raises(CompileError, match="not one GPU kernel was launched"):
-        target.make_kernels([], CONFIG, None)  # type: ignore[arg-type]  # facts are for the back end
+        target.make_kernels([], UNTUNED, None)  # type: ignore[arg-type]  # facts are for the back end
+
+
+def test_layers_of_a_dry_step_are_measured_and_their_rows_are_what_is_served(
+    target: GpuTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight, shape = torch.zeros(8, 16), tuning.Shape("skinny_linear", 1, 8, 16, "float32")
+    ways: dict[str, Any] = {}
+    served: list[tuning.Choices] = []
+
+    def bind_gpu(folder: Path, plans: object, weights: object, ops: dict[str, Any]) -> None:
+        ways.update(ops)
+
+    def rehearsed_once(step: StepShape) -> None:
+        recording = gpu_target.STORE.recording_now
+        assert recording is not None
+        assert recording.is_dry
+        ways["ostinato::skinny_linear"](torch.zeros(2, 16), weight, None, None, 1e-5, 0.0, True, None)
+
+    def tune_layers(layers: list[Layer], choices: tuning.Choices, gpu: object, seconds: float) -> Tuned:
+        (layer,) = layers
+        assert layer.calls[0].weight is weight
+        assert (layer.shape(1), choices, seconds) == (shape, {}, 5.0)
+        return Tuned([tuning.row(shape, tuning.BY_PARTS, us=1.0, default_us=2.0)], 3, 2, 0.5, 1.5)
+
+    backend = SimpleNamespace(shut=lambda: None, rehearse=rehearsed_once)
+    monkeypatch.setattr(gpu_target, "rehearsing_backend", lambda *_: backend)
+    monkeypatch.setattr(gpu_target, "bind_gpu", bind_gpu)
+    monkeypatch.setattr(gpu_target, "tune_layers", tune_layers)
+    monkeypatch.setattr(gpu_target, "Gpu", SimpleNamespace(of=lambda device: None))
+    monkeypatch.setattr(skinny_linear, "_launch", lambda x, *_, **__: x)
+    monkeypatch.setattr(gpu_target, "compile_all", lambda variants, capability: [binary("new")])
+    monkeypatch.setattr(gpu_target, "rehearse", rehearsed(["new"]))
+    monkeypatch.setattr(GpuTarget, "load", lambda self, plans: served.append(tuning.read(tmp_path)))
+    with caplog.at_level("INFO"):
+        target.make_kernels([], EngineConfig(graph=GraphConfig(tune_s=5)), None)  # type: ignore[arg-type]
+    assert served == [{shape: tuning.BY_PARTS}]
+    assert tuning.measured(tmp_path) == {"shapes": 1, "not_default": 1, "seconds": 1.5}
+    assert (
+        "1 shapes of linear layers measured, 1 go another way than the default; 3 candidates" in caplog.text
+    )

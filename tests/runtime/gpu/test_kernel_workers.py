@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,17 @@ def test_a_kernel_that_does_not_compile_is_named_with_the_reason() -> None:
     wrong = PENDING._replace(key="wrong", function="_no_kernel")
     with pytest.raises(CompileError, match=r"kernel wrong could not be compiled: .*_no_kernel"):
         list(compile_all([wrong], 90, workers=1))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_who_asks_for_refusals_gets_them_and_all_that_can_be_compiled() -> None:
+    wrong = PENDING._replace(key="wrong", function="_no_kernel")
+    refused: dict[str, str] = {}
+    made = list(compile_all([wrong, PENDING], 90, workers=1, refused=refused))
+    assert [binary.key for binary, _ in made] == ["pending"]
+    assert refused.keys() == {"wrong"}
+    assert "_no_kernel" in refused["wrong"]
+    assert list(compile_all([PENDING], 90, workers=1, until=time.monotonic())) == []
 
 
 def test_a_worker_that_dies_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
