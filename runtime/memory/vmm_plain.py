@@ -55,6 +55,7 @@ class PlainVmm:
             raw = torch.zeros(size + self.granularity, dtype=torch.uint8, device=self.device)
         except (RuntimeError, MemoryError) as error:  # torch: "not enough memory" is a RuntimeError
             raise VmmOutOfMemory(f"allocation of {size} bytes on {self.device} failed: {error}") from error
+        self._wait()  # streams that use it would not know of the zeros that are on their way
         base = -(-raw.data_ptr() // self.granularity) * self.granularity
         with self._lock:
             self._blocks[base] = raw[base - raw.data_ptr() :][:size]
@@ -104,8 +105,7 @@ class PlainVmm:
         """Set (address, size) spans to zero."""
         for address, size in spans:
             self.tensor(address, size, None).zero_()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self._wait()
 
     def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
         """A part of the allocation; the allocation lives as long as the tensor, so `owner` is not needed."""
@@ -119,3 +119,7 @@ class PlainVmm:
         """Bytes of the range that the books call mapped."""
         end = address + size
         return sum(max(0, min(end, a + n) - max(address, a)) for a, n in list(self._mappings.items()))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()

@@ -67,3 +67,23 @@ def test_misuse_is_an_error():
             misuse()
     assert driver.mapped_bytes(base, 8192) == 4096
     assert torch.equal(driver.tensor(base, 8192, None), torch.zeros(8192, dtype=torch.uint8))
+
+
+def test_memory_of_a_gpu_is_zero_before_any_stream_can_use_it(monkeypatch):
+    queued = []
+
+    class Stream:
+        def synchronize(self):
+            for tensor in queued:
+                tensor.zero_()
+            queued.clear()
+
+    def zeros(size, **_):
+        queued.append(torch.full((size,), 7, dtype=torch.uint8))  # as the kernel that zeroes has not run yet
+        return queued[-1]
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    driver = PlainVmm("cuda:0")
+    base = driver.reserve(8192)
+    assert not driver.tensor(base, 8192, None).any()
