@@ -154,6 +154,39 @@ def test_kv_memory_stands_still_while_a_graph_is_captured(monkeypatch: pytest.Mo
         assert inside == [True] * 3
 
 
+def test_a_capture_that_fails_on_a_device_that_computes_no_more_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with HostEngine(NoModel(), config()) as engine:
+        backend = backend_of(engine)
+        monkeypatch.setattr(backend, "check", lambda: GpuBackend.check(backend))
+        monkeypatch.setattr(backend._graphs, "capture_next", fails(RuntimeError("a capture failed")))
+        stream = SimpleNamespace(synchronize=lambda: None)
+        monkeypatch.setattr(backend, "stream", stream)
+        with pytest.raises(RuntimeError, match="a capture failed"):
+            backend.idle()
+        stream.synchronize = fails(RuntimeError("CUDA error: misaligned address\nmore"))
+        with pytest.raises(EngineDead, match=r"cpu computes no more \(CUDA error: misaligned address\)"):
+            backend.idle()
+
+
+def test_captures_see_random_keys_and_requests_see_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block holds what captures are compared with; it is a request's block afterwards."""
+    with HostEngine(NoModel(), config()) as engine:
+        backend = backend_of(engine)
+        seen: list[int] = []
+
+        def capture_hot() -> None:
+            seen.extend(len(plane[0].unique()) for plane in backend._planes)
+
+        monkeypatch.setattr(backend._graphs, "capture_hot", capture_hot)
+        monkeypatch.setattr(backend, "stream", SimpleNamespace(synchronize=lambda: None))
+        backend.warm_up()
+        assert len(seen) == 2
+        assert min(seen) > 8, "equal keys would hide a wrong one"
+        assert not any(plane[0].any() for plane in backend._planes)
+
+
 class Silence:
     def send(self, messages: object) -> None:
         """Nobody listens."""
