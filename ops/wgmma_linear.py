@@ -119,6 +119,7 @@ def check_tile(op: str, tile: Tile, is_gated: bool) -> None:
         "groups": not 1 <= tile.groups <= 4,
         "split": tile.split not in (1, 2, 4, 8) or outputs % (8 * tile.split) != 0,
         "share": tile.share not in (1, 2),
+        "split and share": tile.split * tile.share > 8,  # blocks that a cluster may have on every GPU
         # registers: a thread holds rows / 2 sums, and three groups leave it 128, four 96
         "rows and groups": tile.rows > {3: 192, 4: 128}.get(tile.groups, 256),
     }

@@ -126,6 +126,7 @@ def test_what_decides_a_variant_is_one_thing_for_each_class_of_tokens(launched: 
         (Tile(24, split=2), False, "split"),
         (Tile(112, split=2), True, "split"),
         (Tile(64, share=4), False, "share"),
+        (Tile(128, 2, 8, 2), False, "split and share"),
         (Tile(200, 3), False, "rows and groups"),
     ],
 )
