@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ostinato.ops.cuda_kernels import MAX_SHARED, CudaKernel, Matrix, can_map, matrix_map
-from ostinato.ops.kernel_store import STORE, capability
+from ostinato.ops.hopper import HEADER, is_hopper, multiply
+from ostinato.ops.kernel_store import STORE
 
 ACTIVATIONS = ("", "silu", "gelu_tanh")
-HOPPER = Path(__file__).parent / "hopper.cuh"
 MAX_TOKENS = 256  # above, the library is faster on an H200
 _COLUMNS = 64  # of a stage
 _MAX_STAGES = 32
@@ -65,21 +65,7 @@ CANDIDATES = {
 
 def headers(constants: Mapping[str, int]) -> dict[str, str]:
     """What the source includes."""
-    return {"hopper.cuh": HOPPER.read_text(), "wgmma.h": multiply(constants["BN"], constants["HALF"] == 1)}
-
-
-def multiply(rows: int, is_half: bool) -> str:
-    """The instruction for so many weight rows, with its registers spelled out."""
-    kind, count = "f16" if is_half else "bf16", rows // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    return (
-        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 tokens, u64 weights, int keep)"
-        f'{{ asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind}.{kind} "
-        f'{{{registers}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}" '
-        f': {outputs} : "l"(tokens), "l"(weights), "r"(keep)); }}\n'
-    )
+    return {"hopper.cuh": HEADER.read_text(), "wgmma.h": multiply(constants["BN"], constants["HALF"] == 1)}
 
 
 KERNEL = CudaKernel(
@@ -90,11 +76,6 @@ KERNEL = CudaKernel(
     module=__name__,
     name="KERNEL",
 )
-
-
-def is_hopper(x: Tensor) -> bool:
-    """Whether a tensor lies on a GPU with these instructions, which later GPUs lack."""
-    return x.is_cuda and capability(x.get_device()) == 90
 
 
 def can_launch(x_TK: Tensor, weight_NK: Tensor, activation: str) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ostinato.ops.attention_scores import LOG2_E
 from ostinato.ops.cuda_kernels import Boxes, CudaKernel, box_map
+from ostinato.ops.hopper import HEADER, is_hopper, multiply
 from ostinato.ops.launch import on_device
-from ostinato.ops.wgmma_linear import HOPPER, is_hopper, multiply
 
 MIN_TOKENS = 256  # of a step; fewer leave multiprocessors without a tile
 _ROWS, _SIZE = 128, 128  # query rows of a tile, values of a head
@@ -30,7 +30,7 @@ _BLOCKS = (8, 16, 32, 64, 128)
 
 def headers(constants: Mapping[str, int]) -> dict[str, str]:
     """What the source includes."""
-    return {"hopper.cuh": HOPPER.read_text() + multiply(_ROWS, False) + _multiply_shares()}
+    return {"hopper.cuh": HEADER.read_text() + multiply(_ROWS, False) + _multiply_shares()}
 
 
 def _multiply_shares() -> str:
