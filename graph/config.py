@@ -27,5 +27,6 @@ class GraphConfig(Section):
         ge=0,
         le=3600,
         allow_inf_nan=False,
-        description="seconds for measuring linear layers that the GPU's table lacks; 0: none is measured",
+        description="seconds for measuring linear layers that the GPU's table lacks; 0: nothing is measured, "
+        "nor which kernels attend fastest",
     )

@@ -18,6 +18,7 @@ from ostinato.errors import ArtifactError
 from ostinato.ops import fa3_attention, wgmma_prefill
 
 FILE = "attention.json"
+OPS = ("paged_attention", "rope_attention")  # those that take choices
 Way = Literal["triton", "wgmma", "fa3"]
 WAYS: tuple[Way, ...] = ("triton", "wgmma", "fa3")
 

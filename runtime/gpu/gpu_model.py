@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import ArtifactError
-from ostinato.ops import all_ops, tuning, varlen_attention
+from ostinato.ops import all_ops, attention_choice, tuning, varlen_attention
 from ostinato.ops.kernel_store import STORE
 from ostinato.ops.step_inputs import PoolInputs, StepInputs
 from ostinato.runtime.artifact import WEIGHTS, Manifest, PlanRecord, read_program
@@ -91,7 +91,7 @@ def bind_gpu(
     """What runs a step by the plan for its number of tokens. `ops`: instead of our launchers."""
     tensors = weights.tensors()
     if ops is None:
-        ops = launchers(tuning.read(folder))
+        ops = launchers(tuning.read(folder), attention_choice.read(folder))
     programs = [read_program(folder / plan.program) for plan in plans]
     runs = [bind(program, tensors, native=ops, device=weights.device) for program in programs]
     last_tokens = [plan.last for plan in plans]
@@ -118,10 +118,12 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     return made | {"ostinato::varlen_attention": varlen_attention._launch}
 
 
-def launchers(choices: tuning.Choices) -> dict[str, Callable[..., Any]]:
+def launchers(
+    choices: tuning.Choices, attention: attention_choice.Choices | None = None
+) -> dict[str, Callable[..., Any]]:
     """The GPU side of each of our ops, called without torch's dispatcher: that saves half of a launch.
 
-    `choices`: of the artifact, for the ops that have some.
+    `choices`, `attention`: of the artifact, for the ops that have some.
     """
     made: dict[str, Callable[..., Any]] = {
         f"ostinato::{name}": module._launch
@@ -130,4 +132,6 @@ def launchers(choices: tuning.Choices) -> dict[str, Callable[..., Any]]:
     }
     for name in tuning.OPS:
         made[f"ostinato::{name}"] = partial(made[f"ostinato::{name}"], choices=choices)
+    for name in attention_choice.OPS:
+        made[f"ostinato::{name}"] = partial(made[f"ostinato::{name}"], choices=attention)
     return made

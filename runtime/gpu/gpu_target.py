@@ -3,7 +3,8 @@
 Linear layers that nobody has measured on this GPU are measured first (`layer_tuning`), which decides what is
 launched. Variants are found by doing: a shape of each class that a server can form runs as a server would run
 it, and what it launches goes into the artifact. It runs twice: dry, to learn what must be compiled, which
-several processes do at once; then in earnest, which loads and launches every kernel.
+several processes do at once; then in earnest, which loads and launches every kernel. In between, the ways of
+attention that the model asked for race (`attention_tuning`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import fx
 from ostinato.errors import CompileError
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
-from ostinato.ops import tuning
+from ostinato.ops import attention_choice, tuning
 from ostinato.ops.kernel_store import STORE, capability
 from ostinato.ops.skinny_ways import most_tokens
 from ostinato.passes import pipeline
@@ -28,6 +29,7 @@ from ostinato.passes.base import PassReport
 from ostinato.runtime.artifact import WEIGHTS, PlanRecord, Target, this_target
 from ostinato.runtime.compile_target import ANY, Plan
 from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.gpu import attention_tuning
 from ostinato.runtime.gpu.device_weights import DeviceWeights
 from ostinato.runtime.gpu.gpu_model import bind_gpu, gpu_driver, launchers
 from ostinato.runtime.gpu.kernel_workers import compile_all
@@ -49,6 +51,7 @@ class GpuTarget:
         self._folder, self.device = folder, device
         self._weights: DeviceWeights | None = None
         self._run: Bound | None = None
+        self._attention = attention_choice.Asked()
 
     def plans(self, fused: fx.GraphModule, config: EngineConfig, reports: Sequence[PassReport]) -> list[Plan]:
         """One for few tokens, where reading the weights decides, and one for the rest."""
@@ -79,6 +82,8 @@ class GpuTarget:
             for binary, cubin in compile_all(missing, capability(self.device.index)):
                 STORE.add(binary, cubin)
             compiled = time.perf_counter()
+            if config.graph.tune_s and self._attention.attentions:
+                self._tune_attention(config, facts)
             with STORE.recording() as launched:
                 rehearse(backend)
         finally:
@@ -94,6 +99,12 @@ class GpuTarget:
             time.perf_counter() - compiled,
         )
         return time.perf_counter() - began
+
+    def _tune_attention(self, config: EngineConfig, facts: ModelFacts) -> None:
+        """Measure the attention that a dry run asked for; the programs use the choices from here on."""
+        window = min(facts.max_model_len, config.max_model_len or facts.max_model_len)
+        measured = attention_tuning.measure(self._attention, window=window, device=self.device)
+        attention_choice.write(self._folder, measured)
 
     def _tune_layers(self, plans: Sequence[PlanRecord], config: EngineConfig, facts: ModelFacts) -> None:
         """Measure the linear layers that the GPU's table lacks, and add them to the artifact's."""
@@ -133,7 +144,8 @@ class GpuTarget:
     def load(self, plans: Sequence[PlanRecord]) -> Bound:
         """The programs over the weights on the device, bound once."""
         if self._run is None:
-            self._run = bind_gpu(self._folder, plans, self._fill_weights())
+            ops = launchers(tuning.read(self._folder), self._attention)
+            self._run = bind_gpu(self._folder, plans, self._fill_weights(), ops)
         return self._run
 
     def described(self) -> tuple[Target, str]:

@@ -6,7 +6,8 @@ into few classes; a shape of each class is rehearsed.  A test compares with all 
   each class up to 256 (`tuning.CLASSES`). A lone row may have another stride than rows of which there are
   several. More tokens are one class.
 - R rows of logits, for the head and the sampler: as T.
-- S sequences, for attention: as many as tokens, one, or several with more tokens.
+- S sequences, for attention: as many as tokens, one, or several with more tokens; of each of these, the
+  classes of tokens whose ways are measured (`attention_choice`).
 Sizes of grids, integers in `do_not_specialize` and table widths make no variant.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
-from ostinato.ops import tuning
+from ostinato.ops import attention_choice, tuning
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.gpu.gpu_backend import GpuBackend
@@ -37,6 +38,7 @@ def rehearsal_shapes() -> list[StepShape]:
     mixed = [
         StepShape(size, sequences, sequences) for size in SIZES for sequences in (1, 2) if sequences < size
     ]
+    mixed += [StepShape(size, sequences, 1) for size in attention_choice.PREFILL for sequences in (1, 2)]
     rows = [StepShape(size, 1, rows) for size in SIZES[-2:] for rows in SIZES if rows <= size]
     return sorted({*decode, *mixed, *rows})
 
