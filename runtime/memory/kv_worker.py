@@ -104,7 +104,7 @@ class KVWorker:
         """
         with self._news:
             is_done = blocks >= self._committed and not (self._job or self._doing or self._owes_memory)
-        if not is_done or (self._spare is not None and self._spare.spare_bytes):
+        if not is_done or self._spare is not None:  # some may be in the making
             self._ask(_Job("shrink", blocks))
 
     def prepare(self) -> None:
@@ -209,9 +209,10 @@ class KVWorker:
     def _shrink(self, blocks: int) -> None:
         with self._news:
             self._wants_spare = False
-        self._owes_memory = True
+        owes, self._owes_memory = self._owes_memory, True
         try:
-            self.pool.shrink(blocks)
+            if owes or blocks < self.pool.committed_blocks:
+                self.pool.shrink(blocks)
             if self._spare is not None:
                 self._spare.trim()
             self._owes_memory = False

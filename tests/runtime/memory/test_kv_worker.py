@@ -160,6 +160,37 @@ def test_the_memory_of_the_next_step_is_made_ahead_as_far_as_the_limits_allow():
     assert (worker.physical_bytes, inner.physical_bytes) == (0, 0)
 
 
+def test_shrinking_gives_back_spare_memory_that_is_just_being_made(driver):
+    spare = HandlePool(driver)
+    worker = KVWorker(pool_over(spare), is_threaded=True, spare=spare)
+    worker.grow_to(STEP)
+    worker.wait()
+    held = driver.physical_bytes
+    driver.gate.clear()
+    worker.prepare()
+    assert driver.waiting.wait(20)
+    worker.shrink_to(STEP)  # as an engine does that goes to sleep, or gives to another
+    driver.gate.set()
+    worker.wait()
+    with worker.paused():
+        assert (driver.physical_bytes, spare.spare_bytes) == (held, 0)
+    assert (worker.physical_bytes, worker.usable) == (held, STEP)
+    worker.close()
+    assert driver.physical_bytes == 0
+
+
+def test_spare_memory_goes_back_though_the_rest_is_registered(caplog):
+    inner = ModelVmm(64)
+    spare = HandlePool(inner)
+    worker = KVWorker(pool_over(spare), spare=spare)
+    worker.grow_to(STEP)
+    held = inner.physical_bytes
+    worker.prepare()
+    worker.pool.register("offload")
+    worker.shrink_to(STEP)
+    assert (inner.physical_bytes, worker.usable, caplog.text) == (held, STEP, "")
+
+
 def test_a_bug_on_the_thread_is_raised_by_the_next_call_and_ends_every_wait():
     class Broken(ModelVmm):
         def create(self, size, *, at=None):
