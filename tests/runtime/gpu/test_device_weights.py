@@ -9,7 +9,7 @@ from ostinato.errors import ArtifactError, EngineError
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.gpu import device_weights
 from ostinato.runtime.gpu.device_weights import DeviceWeights
-from ostinato.runtime.memory.memory_limits import MemoryLimits
+from ostinato.runtime.memory.memory_limits import MemoryLimits, MemoryState
 from ostinato.runtime.memory.vmm import VmmError, VmmOutOfMemory
 from ostinato.runtime.weight_pack import pack
 from tests.support.faulty_driver import FaultyDriver, ModelVmm
@@ -102,6 +102,17 @@ def test_a_copy_that_finds_no_room_leaves_everything_as_it_was(weights, monkeypa
         weights.sleep(1)
     assert_whole(weights)
     weights.sleep(2)
+    weights.wake()
+    assert_whole(weights)
+
+
+def test_a_copy_leaves_a_gibibyte_of_host_memory_to_others(weights, monkeypatch):
+    free = [(1 << 30) + weights.bytes - 1]
+    monkeypatch.setattr(MemoryLimits, "read", lambda self: MemoryState(1 << 40, free[0], "test"))
+    with pytest.raises(EngineError, match=r"may be taken \(1024 MiB stay free\)"):
+        weights.sleep(1)
+    free[0] += 1
+    weights.sleep(1)
     weights.wake()
     assert_whole(weights)
 
