@@ -191,6 +191,23 @@ def test_spare_memory_goes_back_though_the_rest_is_registered(caplog):
     assert (inner.physical_bytes, worker.usable, caplog.text) == (held, STEP, "")
 
 
+def test_what_is_spare_already_is_not_taken_for_room_for_more():
+    inner = ModelVmm(64, limit=1 << 20)
+    spare = HandlePool(inner)
+    limits = DeviceLimits(
+        lambda: (inner.limit - inner.physical_bytes + spare.spare_bytes, inner.limit), 1 << 19
+    )
+    worker = KVWorker(pool_over(spare, limits=limits), spare=spare, limits=limits)
+    worker.prepare()
+    spare.create(STEP * 256)  # one of the two handles of a step
+    inner.limit = (1 << 19) + inner.physical_bytes + STEP * 256 - 1  # a byte too little for another
+    worker.prepare()
+    assert spare.spare_bytes == STEP * 256
+    inner.limit += 1
+    worker.prepare()
+    assert spare.spare_bytes == STEP * 512
+
+
 def test_a_bug_on_the_thread_is_raised_by_the_next_call_and_ends_every_wait():
     class Broken(ModelVmm):
         def create(self, size, *, at=None):
