@@ -72,6 +72,15 @@ def test_rows_past_the_plan_are_inert() -> None:
     assert inputs.query_start.tolist() == [0, 1, 1, 1, 1]
 
 
+def test_what_the_two_steps_in_flight_still_copy_from_is_not_written_over() -> None:
+    step, shape = buffers(), StepShape(2, 2, 2)
+    hosts = []
+    for token in (5, 6, 7):
+        hosts.append(step.host(shape))
+        step.fill(Plan(1, (entry("a", [token], 9, (1, 2, 3)),), 1), shape, np.zeros(1, np.int64), hosts[-1])
+    assert [host.token_ids.tolist() for host in hosts] == [[5, 0], [6, 0], [7, 0]]
+
+
 def test_a_pending_token_is_read_from_the_slot_of_its_request() -> None:
     inputs = fed(
         buffers(),
