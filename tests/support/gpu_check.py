@@ -90,7 +90,13 @@ NO_CACHE = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 PARTS = (
     Part("unit", 170, tests=UNIT, processes=12),
     Part("memory", 60, command=_pytest("tests/runtime/memory")),  # alone: it looks at what is free
-    Part("e2e", 400, command=_pytest("tests/e2e/test_gpu.py", "tests/e2e/test_gpu_process.py")),
+    Part(
+        "e2e",
+        400,
+        command=_pytest(
+            "tests/e2e/test_gpu.py", "tests/e2e/test_gpu_process.py", "tests/e2e/test_gpu_tuning.py"
+        ),
+    ),
     Part("e2e-serve", 240, command=_pytest("tests/e2e/test_gpu_serve.py")),
     Part("e2e-embed", 90, command=_pytest("tests/e2e/test_embeddings.py")),
     Part("memcheck", 300, tests=UNIT, processes=8, per_file=3, checker="memcheck", environment=NO_CACHE),
