@@ -95,6 +95,17 @@ def test_a_ring_of_one_stage_would_wait_for_itself_and_is_refused(
         wgmma_linear.launch(virtual(256, 64), virtual(640, 64), virtual(256, 640), Tile(128, 4))
 
 
+def test_the_sums_of_a_split_find_room_where_the_ring_is_small(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wgmma_linear.STORE, "carveout", 50)
+    wgmma_linear.launch(virtual(256, 64), virtual(640, 64), virtual(256, 640), Tile(128, 4, 2))
+    c = launched.constants
+    ring = c["STAGES"] * (c["ROWS"] + c["BN"]) * 128
+    assert ring < 4 * 64 * 128 * 4 == ring + c["SPARE"]
+    assert launched.shared == ring + c["SPARE"] + 16 * c["STAGES"] <= MAX_SHARED
+
+
 def test_the_last_multiplication_reads_nothing_behind_shared_memory(launched: Launched) -> None:
     for rows in (8, 16, 32, 48, 64):
         wgmma_linear.launch(virtual(3, 64), virtual(640, 64), virtual(3, 640), Tile(rows))
