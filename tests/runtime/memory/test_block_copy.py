@@ -27,26 +27,32 @@ def test_moved_blocks_have_their_bytes_and_all_others_keep_theirs(arrangement, s
         assert torch.equal(plane[:20], old)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that is made."""
+class Watched(TorchDispatchMode):
+    """Notes the calls, and the bytes of the largest copy in between."""
 
-    num_bytes = 0
+    def __init__(self):
+        super().__init__()
+        self.calls, self.most_bytes = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
+        self.calls.append(str(func))
         if func is torch.ops.aten.index_select.default:
-            self.num_bytes = max(self.num_bytes, made.numel() * made.element_size())
+            self.most_bytes = max(self.most_bytes, made.numel() * made.element_size())
         return made
 
 
 @pytest.mark.parametrize(("staging_bytes", "most"), [(1, 64), (200, 192), (1 << 20, 640)])
 def test_the_copy_in_between_takes_no_more_than_is_allowed_but_for_one_block(staging_bytes, most):
     plane = torch.arange(40 * 16).float().view(40, 4, 2, 2)
-    with Largest() as largest:
+    with Watched() as watched:
         copy_blocks([plane], [(30 + at, at) for at in range(10)], staging_bytes=staging_bytes)
-    assert largest.num_bytes == most
+    assert watched.most_bytes == most
     assert torch.equal(plane[:10], plane[30:])
 
 
-def test_no_moves_touch_nothing():
-    copy_blocks([], [])
+def test_no_moves_launch_nothing():
+    plane = torch.zeros(4, 4, 2, 2)
+    with Watched() as watched:
+        copy_blocks([plane], [])
+    assert watched.calls == []
