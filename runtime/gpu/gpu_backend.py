@@ -150,14 +150,14 @@ class GpuBackend:
 
     def launch(self, plan: Plan, limits: Mapping[str, Limit] = NO_LIMITS) -> LaunchedStep:
         """Give the step to the stream and return at once."""
-        columns = tuple(zip(*plan.entries, strict=True))
+        columns = Columns.of(plan)
         with torch.inference_mode():
             fit = self._graphs.fit(plan)
             shape = fit.shape
             rows = self._rows(plan, columns, fit)
             host = self._buffers.host(shape)
             self._buffers.fill(plan, shape, rows.slots, host, every_wanted=fit.every_wanted, columns=columns)
-            positions = _sampled(columns[6], rows.samples)
+            positions = _sampled(columns.output_index, rows.samples)
             self._sampler.stage_again(host.samples, rows.chosen, positions)
             if limits:
                 limited = [
@@ -282,7 +282,8 @@ class GpuBackend:
 
     def _rows(self, plan: Plan, columns: Columns, fit: Fit) -> StepRows:
         """The rows of a plan; those of the last decode step where they are the same."""
-        names, samples, before = columns[0], columns[4], self._decode_rows
+        names, before = columns.request_id, self._decode_rows
+        samples: Sequence[bool] = columns.samples
         is_decode = len(names) == plan.num_tokens and False not in samples and not fit.every_wanted
         wanted = (names, fit.shape, self._openings)
         if is_decode and before is not None and (before.names, before.shape, before.openings) == wanted:

@@ -9,7 +9,7 @@ import torch
 from ostinato.ops.step_inputs import StepInputs
 from ostinato.ops.take_pending import take_pending_reference
 from ostinato.runtime.gpu import step_buffers
-from ostinato.runtime.gpu.step_buffers import StepBuffers
+from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.scheduling.plan import PENDING, Plan, PlanEntry
 
@@ -43,6 +43,13 @@ def fed(
     step.fill(plan, shape, newest, step.host(shape), every_wanted=every_wanted)
     step.send(shape)
     return step.inputs(shape)[0]
+
+
+def test_columns_are_the_fields_of_a_plan_s_entries() -> None:
+    assert Columns._fields == PlanEntry._fields
+    columns = Columns.of(Plan(1, (entry("a", [7], 5, (3, 1)), entry("b", [8, 9], 2, (6,))), 3))
+    assert columns.request_id == ("a", "b")
+    assert (columns.token_ids, columns.start, columns.block_ids) == (((7,), (8, 9)), (5, 2), ((3, 1), (6,)))
 
 
 def test_a_mixed_step_is_laid_out_row_by_row() -> None:
