@@ -32,6 +32,7 @@ from ostinato.graph.pool_hooks import PoolHooks
 from ostinato.graph.pooling import pooling_plan
 from ostinato.graph.source import ModelSource, load_config, open_source, resolve_dtype
 from ostinato.graph.weights import weight_exprs
+from ostinato.ops import fa3_attention
 from ostinato.ops.weight_expr import CONSTANT, Expr, evaluate
 from ostinato.passes import pipeline
 from ostinato.passes.aliases import Aliases, written
@@ -119,6 +120,7 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
         "options": compile_options(config, device.type),
         "code": _code_hash(),
         "versions": [torch.__version__, transformers.__version__],
+        "libraries": [fa3_attention.installed_version()] if device.type == "cuda" else [],
         "target": this_target(device).model_dump(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -63,7 +63,9 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
     began = time.perf_counter()
     torch.cuda.set_device(device)
     pools = manifest.facts.pooling is not None
+    ops: Mapping[str, Callable[..., Any]] = {}
     if not pools:  # see pool_target.py
+        ops = launchers(tuning.read(folder), attention_choice.read(folder))
         STORE.read(folder)
         STORE.is_sealed = True
     weights = DeviceWeights(folder / WEIGHTS, gpu_driver(device))
@@ -73,7 +75,11 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
             raise ArtifactError(
                 f"{folder / WEIGHTS}: content does not match the manifest's hash; compile the model again"
             )
-        run = (bind_pooling if pools else bind_gpu)(folder, manifest.plans, weights)
+        run = (
+            bind_pooling(folder, manifest.plans, weights)
+            if pools
+            else bind_gpu(folder, manifest.plans, weights, ops)
+        )
     except BaseException:
         weights.close()
         raise
@@ -86,12 +92,10 @@ def bind_gpu(
     folder: Path,
     plans: Sequence[PlanRecord],
     weights: DeviceWeights,
-    ops: Mapping[str, Callable[..., Any]] | None = None,
+    ops: Mapping[str, Callable[..., Any]],
 ) -> Bound:
-    """What runs a step by the plan for its number of tokens. `ops`: instead of our launchers."""
+    """What runs a step by the plan for its number of tokens. `ops`: as `launchers` gives them."""
     tensors = weights.tensors()
-    if ops is None:
-        ops = launchers(tuning.read(folder), attention_choice.read(folder))
     programs = [read_program(folder / plan.program) for plan in plans]
     runs = [bind(program, tensors, native=ops, device=weights.device) for program in programs]
     last_tokens = [plan.last for plan in plans]

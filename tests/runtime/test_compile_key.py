@@ -100,5 +100,18 @@ def test_another_torch_transformers_or_processor_counts(original: Path, monkeypa
     assert len(before) == 4
 
 
+def test_for_a_gpu_the_library_that_may_attend_counts(original: Path, monkeypatch: pytest.MonkeyPatch):
+    version = "3.1"
+    monkeypatch.setattr(compile.fa3_attention, "installed_version", lambda: version)
+    on_cpu = key(original)
+    monkeypatch.setattr(compile, "chosen_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(compile, "this_target", lambda _: artifact.this_target(torch.device("cpu")))
+    on_gpu = key(original)
+    version = "3.2"
+    assert key(original) != on_gpu
+    monkeypatch.undo()
+    assert key(original) == on_cpu
+
+
 def test_the_same_model_under_another_path_has_the_same_key(original: Path, folder: Path):
     assert key(original) == key(folder) == key(original)

@@ -9,7 +9,8 @@ import torch
 
 from ostinato.errors import CompileError
 from ostinato.graph.config import GraphConfig
-from ostinato.ops import kernel_store, skinny_linear, tuning
+from ostinato.ops import attention_choice, kernel_store, skinny_linear, tuning
+from ostinato.ops.attention_choice import Asked, Attention, Measured, StepClass, Way
 from ostinato.ops.kernel_store import Binary, Variant
 from ostinato.passes import pipeline
 from ostinato.runtime.config import EngineConfig
@@ -150,3 +151,31 @@ def test_layers_of_a_dry_step_are_measured_and_their_rows_are_what_is_served(
     assert (
         "1 shapes of linear layers measured, 1 go another way than the default; 3 candidates" in caplog.text
     )
+
+
+def test_attention_that_a_dry_run_asked_for_is_measured_before_the_run_in_earnest(
+    target: GpuTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Attention(4, 2, 16, 16, 4, "float32", 0, 0.0, False)
+    step = StepClass(asked, "lone", 512)
+    known: list[dict[StepClass, Way]] = []
+
+    def measure(choices: Asked, *, window: int, device: torch.device) -> list[Measured]:
+        assert gpu_target.STORE.recording_now is None
+        assert (choices.attentions, window) == ({asked}, 700)
+        choices[step] = "triton"
+        return [Measured(step, "triton", {"triton": 1.0})]
+
+    def rehearse(backend: object) -> None:
+        target._attention.attentions.add(asked)
+        known.append(dict(target._attention))
+        rehearsed(["new"])(backend)
+
+    monkeypatch.setattr(gpu_target.attention_tuning, "measure", measure)
+    monkeypatch.setattr(gpu_target, "rehearse", rehearse)
+    monkeypatch.setattr(gpu_target, "compile_all", lambda variants, capability: [binary("new")])
+    monkeypatch.setattr(GpuTarget, "_tune_layers", lambda *_: None)
+    facts: Any = SimpleNamespace(max_model_len=900)
+    target.make_kernels([], EngineConfig(max_model_len=700, graph=GraphConfig(tune_s=5)), facts)
+    assert known == [{}, {step: "triton"}]
+    assert attention_choice.read(tmp_path) == {step: "triton"}

@@ -1,12 +1,14 @@
 """What `compile-model` rehearses is all that a server of any shape of step launches."""
 
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from ostinato.ops import tuning
+from ostinato.ops import fa3_attention, paged_attention, tuning
+from ostinato.ops.attention_choice import StepClass, Way
 from ostinato.ops.skinny_rows import Config
 from ostinato.ops.wgmma_linear import Tile
 from ostinato.runtime.gpu.rehearsal import rehearsal_shapes
@@ -40,6 +42,7 @@ class Measured(dict[tuning.Shape, tuning.Choice]):
     def get(self, shape: tuning.Shape, default: Any = None) -> Any:
         by_class = {
             1: Config(False, 2, 512, 2, 1),
+            2: Config(False, 4, 512, 2, 1),
             4: None,
             8: Config(True, 16, 256, 4, 4),
             16: Config(True, 16, 128, 4, 4, split=2 if shape.op == "skinny_linear" else 1),
@@ -71,3 +74,23 @@ def test_every_shape_of_a_server_launches_only_what_was_rehearsed(
     for shape in sorted(shapes_of_a_server()):
         unknown = gpu.variants(shape) - rehearsed
         assert not unknown, (shape, sorted(unknown))
+
+
+class LongPromptsByLibrary(dict[StepClass, Way]):
+    """A table that sends lone prompts of 513 to 2048 tokens another way than all others."""
+
+    def get(self, key: StepClass, default: Any = None) -> Any:
+        return "fa3" if (key.kind, key.tokens) == ("lone", 2048) else default
+
+
+def test_a_way_that_only_long_prompts_go_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa3_attention, "_forward", lambda: lambda *_, **__: None)
+    launch = partial(paged_attention._launch, choices=LongPromptsByLibrary())
+    captured = capture_tiny(tiny_config("llama"), torch.bfloat16)[1]
+    gpu = DryGpu(captured, {}, {"ostinato::paged_attention": launch})
+    shapes = [shape for shape in rehearsal_shapes() if shape.tokens >= 512]
+    by_shape = {shape: gpu.variants(shape) for shape in shapes}
+    long = gpu.variants(StepShape(700, 1, 1))
+    assert any("fa3_attention" in key for key in long)
+    assert long <= frozenset().union(*by_shape.values())
+    assert not any("fa3_attention" in key for key in by_shape[StepShape(512, 1, 1)])
