@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ostinato.ops.cuda_kernels import MAX_SHARED, CudaKernel
 from ostinato.ops.kernel_store import Variant
 from ostinato.ops.paged_attention import paged_attention_reference
 from tests.support.budget import assert_within_budget
+from tests.support.cubin import resources
 
 
 def made(
@@ -157,9 +159,9 @@ def test_what_the_copy_engine_cannot_read_is_left_to_triton(launched: Launched) 
     assert not wgmma_prefill.can_launch(q, apart, v, 0, 0.0, None), "values that lie apart"
 
 
-def test_it_compiles_for_hopper(launched: Launched) -> None:
+def test_it_compiles_for_hopper_without_spilling(launched: Launched, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
-    source = wgmma_prefill.Path(wgmma_prefill.__file__).with_suffix(".cu")
+    source = Path(wgmma_prefill.__file__).with_suffix(".cu")
     kernel = CudaKernel(source, "wgmma_prefill", ("ptr",), wgmma_prefill.headers, module="", name="")
     for heads, kv_heads, block in ((32, 8, 16), (8, 8, 128)):
         args = made(heads, kv_heads, block, [(300, 300)])
@@ -168,7 +170,8 @@ def test_it_compiles_for_hopper(launched: Launched) -> None:
         variant = Variant("k", "", "", tuple(launched.constants), kinds, (launched.threads, launched.shared))
         binary, cubin = kernel.compile(variant, 90)
         assert (binary.symbol, binary.threads) == ("wgmma_prefill", 384)
-        assert cubin.startswith(b"\x7fELF")
+        used = resources(cubin, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0, used
 
 
 @pytest.mark.gpu
