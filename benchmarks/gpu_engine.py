@@ -207,7 +207,7 @@ def decode_rows(
     rows = [Row.of(metric, samples, "ms", floor, "all linears through the library, one graph")]
     if alone is not None:
         rows.append(Row.of(f"{metric}_graph", [alone], "ms", late, f"the last {LAST} wall steps"))
-        rows.append(Row.of(f"{metric}_host_share", [1 - alone / late], "", None, "none: a share of these"))
+        rows.append(Row.of(f"{metric}_host_share", [1 - alone / late], "1", None, "none: a share of these"))
     if metric in VLLM:
         rows.append(against_vllm(f"{metric}_vs_vllm", samples, "ms", VLLM[metric]))
     print(f"{metric}: {wall:.3f} ms, graph {alone}, library {floor}", flush=True)

@@ -8,9 +8,9 @@ import pytest
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """REG: registers of a thread; STACK, LOCAL: its bytes of local memory, where spilled registers go; and so on.
+    """Of its one kernel. REG: registers of a thread; STACK, LOCAL: bytes, where spilled registers go.
 
-    Of the one kernel in it. Skips where Triton is not installed.
+    Skips where Triton is not installed.
     """
     backend = pytest.importorskip(
         "triton.backends.nvidia", reason="Triton, which ships cuobjdump, is for Linux"
