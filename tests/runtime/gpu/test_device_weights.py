@@ -126,6 +126,26 @@ def test_a_driver_that_keeps_the_memory_leaves_the_weights_awake(weights, driver
     assert_whole(weights)
 
 
+def test_waking_works_later_though_the_driver_kept_the_memory_of_a_wake_that_failed(
+    weights, driver, path, monkeypatch
+):
+    addresses, right = addresses_of(weights), path.read_bytes()
+    weights.sleep(2)
+    path.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    with monkeypatch.context() as stubborn:
+
+        def unmap(*_):
+            raise VmmError("unmap: refused")
+
+        stubborn.setattr(driver.inner, "unmap", unmap)
+        with pytest.raises(ArtifactError, match="not the weights that the engine started with"):
+            weights.wake()
+    assert weights.resident_bytes == driver.inner.physical_bytes > 0
+    path.write_bytes(right)
+    weights.wake()
+    assert_whole(weights, addresses)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_waking_without_memory_is_refused_and_works_later(weights, driver, level):
     weights.sleep(level)

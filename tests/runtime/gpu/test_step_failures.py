@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.errors import EngineDead
+from ostinato.errors import EngineDead, EngineError
 from ostinato.runtime.gpu.gpu_backend import GpuBackend
 from ostinato.runtime.runner import StepShape
 from tests.support.engine_runs import events_of, finish, tokens_of
@@ -168,6 +168,18 @@ def test_a_capture_that_fails_on_a_device_that_computes_no_more_ends_the_engine(
         stream.synchronize = fails(RuntimeError("CUDA error: misaligned address\nmore"))
         with pytest.raises(EngineDead, match=r"cpu computes no more \(CUDA error: misaligned address\)"):
             backend.idle()
+
+
+def test_a_shape_whose_kernel_is_missing_is_left_out_of_the_captures_and_ends_no_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HostEngine(NoModel(), config()) as engine:
+        left = [fails(EngineError("kernel variant k is not in the artifact")), lambda: True, lambda: False]
+        monkeypatch.setattr(backend_of(engine)._graphs, "capture_next", lambda: left.pop(0)())
+        while engine._idle():
+            pass
+        assert left == []
+        assert "a shape is not captured: kernel variant k is not in the artifact" in caplog.text
 
 
 def test_captures_see_random_keys_and_requests_see_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
