@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.dependent_launch import broken_waits
+
 OPS = [
     "silu_mul",
     "gelu_tanh_mul",
@@ -39,3 +41,41 @@ def test_every_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
     made = dict(line.removeprefix("ostinato.ops.").split() for line in process.stdout.splitlines())
     assert list(made) == OPS
     assert all(int(num_bytes) > 1000 for num_bytes in made.values())
+
+
+PTX = """
+.visible .entry kernel(
+    .param .u64 .ptr .global .align 16 out
+)
+{
+    griddepcontrol.launch_dependents;
+    @%p1 bra $L__BB0_2;
+    FIRST
+    bra.uni $L__BB0_3;
+$L__BB0_2:
+    griddepcontrol.wait;
+$L__BB0_3:
+    st.shared.b32 [%r1], %r2;
+    SECOND
+    @%p2 st.global.b32 [%rd1], { %r1 };
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ("griddepcontrol.wait;", "", []),
+        ("", "griddepcontrol.wait;", []),
+        ("", "", ["@%p2 st.global.b32 [%rd1], { %r1 };", "ret;"]),
+        ("atom.global.gpu.acq_rel.add.s32 %r3, [%rd2], 1;", "griddepcontrol.wait;", [
+            "atom.global.gpu.acq_rel.add.s32 %r3, [%rd2], 1;"
+        ]),
+        ("@%p3 ret;", "griddepcontrol.wait;", ["@%p3 ret;"]),
+    ],
+)  # fmt: skip
+def test_what_a_dependent_kernel_does_before_it_waits_is_found(
+    first: str, second: str, found: list[str]
+) -> None:
+    assert broken_waits(PTX.replace("FIRST", first).replace("SECOND", second)) == found

@@ -26,6 +26,7 @@ from ostinato.ops import (
     skinny_linear,
 )
 from ostinato.ops.launch import triton_function
+from tests.support.dependent_launch import broken_waits
 
 INDEX = {"slots": "*i64", "block_tables": "*i32", "seq_lens": "*i32", "query_start": "*i32"}
 INDEX |= {"parts": "*fp32", "sums": "*fp32", "arrivals": "*i32", "positions": "*i64", "inv_freq": "*fp32"}
@@ -57,7 +58,7 @@ CONSTANTS: dict[ModuleType, dict[str, Any]] = {
 
 
 def compile_for_hopper(module: ModuleType) -> int:
-    """Size of the cubin in bytes."""
+    """Size of the cubin in bytes. Raises SystemExit for a dependent kernel that does not wait as it must."""
     kernel, constants = triton_function(module._kernel), CONSTANTS[module]
     names = kernel.arg_names
     types = dict.fromkeys(names, "i32") | dict.fromkeys(TENSORS & set(names), "*bf16")
@@ -66,7 +67,10 @@ def compile_for_hopper(module: ModuleType) -> int:
     source = ASTSource(
         kernel, signature=types, constexprs={(names.index(name),): v for name, v in constants.items()}
     )
-    return len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+    if constants.get("PDL") and (found := broken_waits(made["ptx"])):
+        raise SystemExit(f"{module.__name__}: before the kernel ahead has ended: {'; '.join(found)}")
+    return len(made["cubin"])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from ostinato.ops import sample, token_scores
 from ostinato.ops.launch import triton_function
 from ostinato.ops.sample_rows import WORDS
 from ostinato.ops.triton_kernels import OPTIONS, TritonKernel, compile_kernel
+from tests.support.dependent_launch import broken_waits
 
 KERNELS = (
     (sample, "_best_kernel"),
@@ -41,6 +42,8 @@ class Recorder:
             values["PDL"] = kwargs["launch_pdl"] = True
         kinds = [kernel._kind(name, values[name]) for name in names]
         compiled, _ = compile_kernel(function, names, kinds, [kwargs.get(o) for o in OPTIONS], 90)
+        if "PDL" in values and (found := broken_waits(compiled.asm["ptx"])):
+            raise SystemExit(f"{function.fn}: before the kernel ahead has ended: {'; '.join(found)}")
         print(f"{function.fn.__module__}.{function.fn.__name__}", len(compiled.asm["cubin"]), flush=True)
 
 
