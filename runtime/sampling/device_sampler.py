@@ -1,10 +1,11 @@
 """Sampling that never waits for the device: the host writes rows of parameters, kernels do the rest.
 
     open        a request gets a slot, and memory on the device if it has penalties, bias or min_tokens
-    stage       fill the part of the step's host buffer that says how each row of logits is sampled
-    launch      after the model, inside the captured graph: tokens, status, and the newest token by slot
-    allow       before that, for rows with a grammar or a budget: which tokens may come, or must
+    choose      the rows of logits that are sampled, for all steps in which these requests have these rows
+    stage_again in each step: the part of its host buffer that says how they are sampled (`stage`: both)
+    allow       behind that, for rows with a grammar or a budget: which tokens may come, or must
     bar_words   ahead of the graph, only for a step in which rows have bad words of several tokens
+    launch      after the model, inside the captured graph: tokens, status, and the newest token by slot
     after       behind the graph, only for a step in which rows ask for log-probabilities
     result      of what `after` gave, when the step is settled
 
@@ -199,10 +200,6 @@ class DeviceSampler:
             del self._memory[slot]
             self._words.pop(slot, None)
             self._free.append(slot)
-
-    def slot(self, request_id: str) -> int:
-        """The slot of an open request."""
-        return self._slots[request_id]
 
     @staticmethod
     def staged_words(num_rows: int) -> int:

@@ -49,7 +49,7 @@ class Steps:
         """Tokens of the rows, -1 - status where there is none."""
         words = np.empty(self.sampler.staged_words(len(names)), np.int64)
         rows = [
-            StagedRow(at, self.sampler.slot(name), position)
+            StagedRow(at, self.sampler._slots[name], position)
             for at, (name, position) in enumerate(zip(names, positions, strict=True))
             if name is not None
         ]
