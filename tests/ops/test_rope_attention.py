@@ -1,3 +1,5 @@
+"""Rotation, KV write and attention in one op equal the two ops, in one launch where that pays."""
+
 from typing import Any
 
 import pytest
@@ -95,6 +97,31 @@ def test_nan_in_a_padding_row_stays_there(route: str) -> None:
     assert out[3].count_nonzero() == 0
     assert torch.equal(k_cache, clean[1])
     assert torch.equal(v_cache, clean[2])
+
+
+@pytest.mark.parametrize(("tokens", "sequences", "parts"), [(32, 32, 1), (33, 33, 2), (1, 4, 1), (5, 4, 2)])
+def test_few_tokens_are_one_launch_and_more_are_two(
+    tokens: int, sequences: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[object] = []
+    turned = torch.zeros(1)
+
+    def turn(*_: object) -> torch.Tensor:
+        launched.append(turn)
+        return turned
+
+    def attend(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        assert q is turned
+        launched.append(attend)
+        return q
+
+    monkeypatch.setattr(rope_attention, "decode", lambda *_, **__: launched.append(rope_attention))
+    monkeypatch.setattr(rope_attention.rope_kv_write, "_launch", turn)
+    monkeypatch.setattr(rope_attention.paged_attention, "_launch", attend)
+    new = [tokens - sequences + 1, *[1] * (sequences - 1)] if tokens >= sequences else [1, 0, 0, 0]
+    args = rope_case(tokens, Heads(2, 1, 8, 8))
+    rope_attention._launch(*args, *paged_case([9] * sequences, new, Heads(2, 1, 8, 8)).args()[3:])
+    assert launched == ([rope_attention] if parts == 1 else [turn, attend])
 
 
 def test_both_ops_check_their_part() -> None:
