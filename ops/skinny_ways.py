@@ -16,7 +16,7 @@ from ostinato.ops.skinny_rows import MAX_TOKENS, Config
 from ostinato.ops.wgmma_linear import Tile
 
 Way = Config | Tile | None  # None: by parts
-FEW = 4  # tokens for which multiply-adds in float32 keep up with memory
+FEW = 2  # tokens for which multiply-adds in float32 keep up with memory; of 3, tiles were as fast on an H200
 
 
 def most_tokens(capability: int) -> int:

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "tuned"
 FILE = "tuning.json"
 OPS = ("skinny_linear", "skinny_gated")  # those with choices
 # Numbers of tokens that are measured; one between is served by the next.
-CLASSES = (1, 4, 8, 16, 32, 64, 128, 192, 256)
+CLASSES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 
 
 class Shape(NamedTuple):

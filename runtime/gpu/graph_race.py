@@ -52,22 +52,32 @@ def captured(call: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
 
 
 def race(
-    graphs: Sequence[torch.cuda.CUDAGraph], num_bytes: int, rounds: int, run_ms: float = RUN_MS
+    graphs: Sequence[torch.cuda.CUDAGraph], num_bytes: int | None, rounds: int, run_ms: float = RUN_MS
 ) -> list[list[float]]:
     """Milliseconds of a replay, `rounds` samples for each graph; they take turns.
 
-    `num_bytes`: that a replay moves; it decides how often a sample replays, so as to take `run_ms`.
+    `num_bytes`: that a replay moves; it decides how often a sample replays, so as to take `run_ms`. None: a
+    replay of the first graph shows it, where other things than bytes may take the time.
     """
-    repeats = max(1, round(run_ms * _BYTES_PER_MS / num_bytes))
-    took: list[list[float]] = [[] for _ in graphs]
+    if not graphs:
+        return []
+    expected_ms = _took(graphs[0], 1) if num_bytes is None else num_bytes / _BYTES_PER_MS
+    repeats = max(1, round(run_ms / expected_ms))
+    samples: list[list[float]] = [[] for _ in graphs]
     for turn in range(rounds + 1):
-        for graph, samples in zip(graphs, took, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(repeats):
-                graph.replay()
-            stop.record()
-            stop.synchronize()
+        for graph, some in zip(graphs, samples, strict=True):
+            took = _took(graph, repeats)
             if turn:
-                samples.append(start.elapsed_time(stop) / repeats)
-    return took
+                some.append(took)
+    return samples
+
+
+def _took(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    """Milliseconds of a replay, of so many."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats

@@ -2,8 +2,8 @@
 
 Compiling is most of what a measurement costs, so each list has what has won somewhere, and no more.
 - One token: multiply-adds. Tiles were faster alone and slower in an engine (docs/log.md).
-- Up to 4: multiply-adds, tensor cores, tiles; to 16: tensor cores and tiles, without tiles all of them.
-- More: tiles.
+- Two: multiply-adds, tensor cores, tiles; without tiles so up to four, then tensor cores.
+- More: tiles, and up to 8 tokens tensor cores.
 The default comes first, the parts last: cuBLAS, with norm, sum and activation apart.
 """
 
@@ -46,7 +46,7 @@ def _is_worth_it(config: Config, num_tokens: int, dtype: torch.dtype, has_tiles:
         return num_tokens > 1
     if num_tokens == 1:
         return True
-    return config.prefetch == 0 and (num_tokens <= FEW or dtype == torch.float32)
+    return config.prefetch == 0 and (num_tokens <= (FEW if has_tiles else 4) or dtype == torch.float32)
 
 
 def _tiles(op: str, num_tokens: int, num_outputs: int, is_gated: bool, places: int) -> list[Tile]:

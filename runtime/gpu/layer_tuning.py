@@ -253,12 +253,11 @@ def _row(contest: _Contest, chain: Sequence[LayerCall], inputs: _Inputs, right_T
     if None not in graphs:
         raise _NotMeasuredError("its parts cannot be computed")
     default = contest.ways[0]
-    num_bytes = sum(call.num_bytes for call in chain)
     others = [way for way in graphs if way not in (default, None)]
-    looks = race([graphs[way] for way in others], num_bytes, _LOOKS, _LOOK_MS)
+    looks = race([graphs[way] for way in others], None, _LOOKS, _LOOK_MS)
     order = sorted(range(len(others)), key=lambda at: min(looks[at]))
     finalists = [way for way in graphs if way in (default, None)] + [others[at] for at in order[:2]]
-    finals = race([graphs[way] for way in finalists], num_bytes, _ROUNDS, _FINAL_MS)
+    finals = race([graphs[way] for way in finalists], None, _ROUNDS, _FINAL_MS)
     samples = dict(zip(finalists, finals, strict=True))
     chosen = choose(samples, default)
     us = {way: statistics.median(took) * 1e3 / len(chain) for way, took in samples.items()}

@@ -29,7 +29,7 @@ from ostinato.runtime.program import Bound
 from ostinato.runtime.runner import StepShape
 from ostinato.runtime.sleeping_weights import FixedWeights
 
-SIZES = (1, 2, *tuning.CLASSES[1:], 512)  # of tokens and of rows; more than the last class are one
+SIZES = (*tuning.CLASSES, 512)  # of tokens and of rows; more than the last class are one
 
 
 def rehearsal_shapes() -> list[StepShape]:

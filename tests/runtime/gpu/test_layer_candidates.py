@@ -18,7 +18,7 @@ LAYERS = [(6144, 4096), (2048, 6144), (128256, 4096), (576, 576), (48, 64), (8, 
 def test_every_candidate_of_every_class_can_be_launched(op: str, places: int, dtype: torch.dtype) -> None:
     places = 0 if dtype == torch.float32 else places
     for out, width in LAYERS:
-        for num_tokens in CLASSES if places else CLASSES[:4]:
+        for num_tokens in CLASSES if places else CLASSES[:5]:
             ways = candidates(op, num_tokens, out, width, dtype, places)
             assert len(ways) == len(set(ways)) > 1
             assert ways[-1] is None
@@ -39,6 +39,7 @@ def test_one_token_goes_by_multiply_adds_or_by_parts() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "places", "kinds"),
     [
+        (2, HOPPER, {Config, Tile, type(None)}),
         (4, HOPPER, {Config, Tile, type(None)}),
         (8, HOPPER, {Config, Tile, type(None)}),
         (16, HOPPER, {Tile, type(None)}),
@@ -54,8 +55,21 @@ def test_kinds_of_candidates_by_tokens_and_gpu(
     ways = candidates(op, num_tokens, 2048, 2048, torch.bfloat16, places)
     assert {type(way) for way in ways} == kinds
     assert isinstance(
-        ways[0], Tile if places and num_tokens > 4 else Config if num_tokens < 32 else type(None)
+        ways[0], Tile if places and num_tokens > 2 else Config if num_tokens < 32 else type(None)
     )
+
+
+def test_multiply_adds_are_tried_where_they_keep_up_with_memory() -> None:
+    def most(places: int, dtype: torch.dtype) -> int:
+        tried = [
+            n
+            for n in CLASSES[:5]
+            for way in candidates("skinny_linear", n, 2048, 2048, dtype, places)
+            if isinstance(way, Config) and not way.by_tensor_cores
+        ]
+        return max(tried)
+
+    assert [most(HOPPER, torch.bfloat16), most(0, torch.bfloat16), most(0, torch.float32)] == [2, 4, 16]
 
 
 def test_tiles_that_give_each_multiprocessor_one_block_are_tried() -> None:
