@@ -191,10 +191,10 @@ class Engine:
         refusals, events = self._admit(self.inbox.drain())
         refusals += self._unpark()
         self._sizer.grow(self._scheduler.blocks_wanted())
-        if self._sizer.wants_quiet and not self._in_flight:
-            self._sizer.cut(self._move_blocks)
+        if not self._in_flight:
+            self._pause()
         plan = None
-        if not self._sizer.wants_quiet and not self._sleeper.level:
+        if not self._wants_pause() and not self._sleeper.level:
             plan = self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
         events += [self._event(outcome) for outcome in self._scheduler.take_ended()]
         if plan is not None:
@@ -368,6 +368,17 @@ class Engine:
         """Move KV to other blocks, on the device and in the block tables. No step is in flight."""
         copy_blocks(self._memory.planes(), moves)
         self._scheduler.move_blocks(moves)
+
+    def _wants_pause(self) -> bool:
+        """Whether something waits for the moment when no step is in flight."""
+        return self._sizer.wants_quiet or (self._backend.wants_pause and not self._sleeper.level)
+
+    def _pause(self) -> None:
+        """Do what waits for this moment. No step is in flight."""
+        if self._sizer.wants_quiet:
+            self._sizer.cut(self._move_blocks)
+        elif self._wants_pause():
+            self._idle()
 
     def _idle(self) -> bool:
         """A little of what was put off at start, such as capturing a graph; False: nothing is left."""

@@ -61,6 +61,11 @@ class StepBackend(Protocol):
         """
         ...
 
+    @property
+    def wants_pause(self) -> bool:
+        """Whether `idle` should be called although there is work, once nothing is in flight."""
+        ...
+
     def idle(self) -> bool:
         """Do a little of what was put off at start; False: nothing is left. KV memory must not change."""
         ...
@@ -88,6 +93,7 @@ class CpuBackend:
 
     max_in_flight = 1
     graph_replays = 0
+    wants_pause = False
 
     def __init__(
         self,

@@ -184,6 +184,11 @@ class GpuBackend:
             event.record(self.stream)
         return Launched(plan, rows, out.host_tokens[turn], out.host_status[turn], event, scores)
 
+    @property
+    def wants_pause(self) -> bool:
+        """A shape that runs uncaptured again and again waits for its graph."""
+        return self._graphs.wants_pause
+
     def idle(self) -> bool:
         """Capture one more shape. Nothing may be in flight, and KV memory may not change meanwhile.
 

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 MIXED_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 HOT_DECODE, HOT_MIXED = 64, 256  # captured before the engine says that it is ready; the rest when it idles
+OFTEN = 32  # steps without a graph, by which a busy engine has shown that a shape is worth a pause of 50 ms
 
 
 class Replay(NamedTuple):
@@ -82,6 +83,8 @@ class StepGraphs:
         """
         self._body, self._prepare, self._stream = body, prepare, stream
         self._waiting = list(shapes)
+        self._missed: Counter[StepShape] = Counter()  # steps that ran without the graph of this shape
+        self._wanted: StepShape | None = None  # a waiting one that was missed often
         self._captured: dict[StepShape, Replay] = {}
         self._decode = sorted(s for s in shapes if s.tokens == s.sequences)
         self._mixed = sorted(s for s in shapes if s.tokens > s.sequences)
@@ -107,6 +110,9 @@ class StepGraphs:
                     self.replays += 1
                     return Fit(shape, replay, False)
                 reason = "not_captured"
+                self._missed[shape] += 1
+                if self._missed[shape] >= OFTEN and shape in self._waiting:
+                    self._wanted = shape
                 break
         self.eager[reason] += 1
         return Fit(StepShape(plan.num_tokens, count, count), None, False)
@@ -123,14 +129,21 @@ class StepGraphs:
         while self._waiting and _is_hot(self._waiting[0]):
             self.capture_next()
 
+    @property
+    def wants_pause(self) -> bool:
+        """Whether a shape was missed so often that capturing it cannot wait until the engine idles."""
+        return self._wanted is not None
+
     def capture_next(self) -> bool:
         """Capture the next shape; False when none is left. Costs 10 to 50 ms; nothing may be in flight.
 
+        A shape that was missed often comes before all others.
         When it cannot be, as when memory of the device ends, this shape and all others stay uncaptured.
         """
         if not self._waiting:
             return False
-        shape = self._waiting.pop(0)
+        shape, self._wanted = self._wanted or self._waiting[0], None
+        self._waiting.remove(shape)
         began, (free, _) = time.perf_counter(), torch.cuda.mem_get_info()
         try:
             replay = self._capture(shape)
@@ -157,6 +170,7 @@ class StepGraphs:
         """Forget every graph; they hold memory and the addresses of KV planes."""
         self._captured.clear()
         self._waiting.clear()
+        self._wanted = None
 
     def _capture(self, shape: StepShape) -> Replay | None:
         self._prepare(shape)

@@ -62,6 +62,37 @@ def test_logits_that_are_nan_in_both_runs_are_equal(make: Any) -> None:
     assert len(given_back) == 3
 
 
+def test_a_shape_that_is_missed_often_asks_for_a_pause_and_is_captured_first(make: Any) -> None:
+    graphs = make(lambda shape: torch.zeros(shape.logit_rows, 8))
+    graphs.capture_next()  # of one token
+    pair, four = plan(1, 1), plan(1, 1, 1, 1)
+    for _ in range(31):
+        graphs.fit(four)
+        graphs.fit(pair)
+    assert not graphs.wants_pause
+    assert graphs.fit(four).replay is None
+    assert graphs.wants_pause
+    assert graphs.capture_next()
+    assert graphs.fit(four).replay is not None
+    assert not graphs.wants_pause
+    assert graphs.fit(pair).replay is None
+    assert graphs.wants_pause, "the other one was missed 32 times, too"
+    assert graphs.capture_next()
+    assert (graphs.num_captured, graphs.wants_pause) == (3, False)
+
+
+def test_a_full_device_asks_for_no_pause_again(make: Any) -> None:
+    def full(_: StepShape) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = make(full)
+    for _ in range(40):
+        graphs.fit(plan(1))
+    assert graphs.wants_pause
+    assert not graphs.capture_next()
+    assert not graphs.wants_pause
+
+
 def test_a_shape_whose_replay_differs_is_counted_and_not_used(make: Any) -> None:
     runs = iter(range(100))
     graphs = make(lambda shape: torch.full((shape.logit_rows, 8), float(next(runs) * (shape.tokens == 2))))

@@ -1,0 +1,67 @@
+"""Pauses that a back end asks for: the engine lets steps run out, does what waits, and loses no token."""
+
+from pathlib import Path
+from typing import Any
+
+from ostinato.runtime.engine import Engine
+from ostinato.runtime.messages import CallDone, Sleep, Wake
+from tests.support.engine_runs import generate
+from tests.support.grammar_runs import LateBackend, LateEngine, asked, grammar_engine
+
+
+class PausingBackend(LateBackend):
+    """Wants a pause after every fifth step, as a shape does that was missed often."""
+
+    wants_pause = False
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        assert not self.wants_pause, "a step in the way of a pause"
+        step = super().launch(*args, **kwargs)
+        self.wants_pause = len(self.plans) % 5 == 0
+        return step
+
+
+class PausingEngine(LateEngine):
+    pauses: list[int]  # steps in flight at each
+
+    def _make_backend(self, *args: Any) -> Any:
+        self.pauses = []
+        backend = super()._make_backend(*args)
+        backend.__class__ = PausingBackend
+
+        def idle() -> bool:
+            self.pauses.append(len(self._in_flight))
+            backend.wants_pause = False
+            return True
+
+        backend.idle = idle
+        return backend
+
+
+def test_a_pause_comes_when_nothing_is_in_flight_and_costs_no_token(tmp_path: Path) -> None:
+    requests = [asked(name, 23) for name in ("a", "bb", "ccc")]
+    with grammar_engine(tmp_path / "plain", LateEngine) as engine:
+        wanted = generate(engine, *requests)
+    with grammar_engine(tmp_path / "pausing", PausingEngine) as engine:
+        assert isinstance(engine, PausingEngine)
+        assert generate(engine, *requests) == wanted
+        assert engine.pauses == [0] * (len(engine.late.plans) // 5)
+        assert len(engine.pauses) >= 4
+        engine.check()
+
+
+def test_an_engine_that_sleeps_makes_no_pause(tmp_path: Path) -> None:
+    def call(engine: Engine, message: Any) -> None:
+        engine.inbox.put(message)
+        (done,) = [news for news in engine.step() if isinstance(news, CallDone)]
+        assert not done.error
+
+    with grammar_engine(tmp_path / "asleep", PausingEngine) as engine:
+        assert isinstance(engine, PausingEngine)
+        call(engine, Sleep(call_id=1, level=1))
+        engine.late.wants_pause = True
+        engine.step()
+        assert engine.pauses == []
+        call(engine, Wake(call_id=2))
+        engine.step()
+        assert engine.pauses == [0]
