@@ -94,7 +94,10 @@ PARTS = (
         "e2e",
         400,
         command=_pytest(
-            "tests/e2e/test_gpu.py", "tests/e2e/test_gpu_process.py", "tests/e2e/test_gpu_tuning.py"
+            "tests/e2e/test_gpu.py",
+            "tests/e2e/test_gpu_process.py",
+            "tests/e2e/test_gpu_tuning.py",
+            "tests/e2e/test_gpu_attention_library.py",
         ),
     ),
     Part("e2e-serve", 240, command=_pytest("tests/e2e/test_gpu_serve.py")),
