@@ -1,6 +1,7 @@
 """The script for GPU machines: limits, verdicts, tests dealt out, records carried to another machine."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def test_all_tests_for_a_gpu_are_in_exactly_one_hand() -> None:
     some = chosen(ids, Part("check", 1, per_file=2, checker="memcheck", only=("kv_write",)))
     assert len(some) == 2
     assert all("test_kv_write" in name for name in some)
+
+
+def test_a_race_is_dealt_to_as_many_processes_as_it_has_seeds() -> None:
+    race = next(part for part in PARTS if part.name == "race")
+    names = chosen(collect(race.tests, os.environ | dict(race.environment)), race)
+    assert len(names) == len(set(names)) == race.processes == 4
+    assert all("random_arrivals" in name for name in names)
+    assert sum(float(dict(race.environment)["OSTINATO_RACE_S"]) for _ in names) == 600
 
 
 def test_every_part_with_tests_or_a_benchmark_names_what_exists() -> None:

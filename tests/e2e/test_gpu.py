@@ -1,6 +1,7 @@
 """The engine on a GPU: transformers' tokens in float32, graphs that are exact, memory that comes and goes.
 
-OSTINATO_RACE_S makes the race test longer: 600 for a whole one. OSTINATO_RACE_SEED draws another.
+OSTINATO_RACES says how many races are drawn, OSTINATO_RACE_S how many seconds each takes: `scripts/gpu_check
+race` runs several at once, which are 10 minutes together.
 """
 
 import os
@@ -24,7 +25,7 @@ from tests.support.tiny_models import edit_json
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 RACE_S = float(os.environ.get("OSTINATO_RACE_S", "20"))
-RACE_SEED = int(os.environ.get("OSTINATO_RACE_SEED", "3"))
+RACES = int(os.environ.get("OSTINATO_RACES", "1"))
 NO_CACHE = KVConfig(max_gib=2, initial_mib=512, prefix_cache=False)
 
 
@@ -201,7 +202,8 @@ def test_an_artifact_of_another_gpu_is_refused(float32):
         load_artifact(folder)
 
 
-def test_random_arrivals_aborts_and_preemptions_give_the_tokens_of_requests_alone(float32):
+@pytest.mark.parametrize("seed", range(3, 3 + RACES))
+def test_random_arrivals_aborts_and_preemptions_give_the_tokens_of_requests_alone(float32, seed):
     truth = {}
     with gpu_engine(float32, kv=NO_CACHE) as engine:
         for at in range(32):
@@ -213,7 +215,7 @@ def test_random_arrivals_aborts_and_preemptions_give_the_tokens_of_requests_alon
             near = next((i for i, m in enumerate(margins) if m < MIN_MARGIN and not drawn), len(margins))
             truth[at] = (request, [event.token_ids[0] for event in events][:near])
         block_bytes = engine._memory.block_bytes
-    draw = random.Random(RACE_SEED)
+    draw = random.Random(seed)
     few_gib = 400 * block_bytes / 2**30  # 64 requests begin with 6 blocks each on average and end with 9
     kv = KVConfig(max_gib=few_gib, initial_mib=1)
     live, seen, finished, aborted = {}, {}, 0, 0
