@@ -4,6 +4,9 @@ Of R tokens up to half goes to prompts shorter than the rest of the first-ranked
 goes by rank. So
     - the first-ranked prefill is fed at least R/2 tokens in every step: nobody starves within a priority;
     - the shortest prompt, s tokens, has its first token at most ceil(s / floor(R/2)) steps after admission.
+
+Prompts whose log-probabilities are asked for have a row of logits for every token: 1 GiB for 4096 tokens and
+128 Ki ids, which a device that is full of KV has not. They share SCORED_ROWS of a step in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Sequence as Tokens
 
 from ostinato.runtime.scheduling.sequence import Phase, Sequence
 from ostinato.runtime.scheduling.slots import Slots
+
+SCORED_ROWS = 512
 
 
 def share_tokens(
@@ -22,8 +27,13 @@ def share_tokens(
     One that gets none is not in the result: it may have been preempted for a better one.
     """
     granted: dict[Sequence, int] = {}
+    scored_rows = SCORED_ROWS
 
-    def grant(sequence: Sequence, most: int) -> int:
+    def grant(sequence: Sequence, most: int, kept_rows: int = 0) -> int:
+        nonlocal scored_rows
+        is_scored = sequence.needs_prompt_rows
+        if is_scored:
+            most = min(most, scored_rows - kept_rows)
         if sequence.phase is not Phase.RUNNING or most < 1:
             return 0
         had = granted.get(sequence, 0)
@@ -39,13 +49,17 @@ def share_tokens(
         if got > had:
             granted[sequence] = got
             sequence.last_step = step
+        if is_scored:
+            scored_rows -= got - had
         return got - had
 
-    if len(prefills) > 1 and sum(sequence.todo for sequence in prefills) > budget:
+    wanted = sum(sequence.todo for sequence in prefills)
+    wanted_rows = sum(sequence.todo for sequence in prefills if sequence.needs_prompt_rows)
+    if len(prefills) > 1 and (wanted > budget or wanted_rows > SCORED_ROWS):
         first, half = prefills[0], budget // 2
         shorter = [s for s in prefills if s.todo < first.todo and s.priority == first.priority]
         for sequence in sorted(shorter, key=lambda s: (s.todo, s.rank)):
-            given = grant(sequence, half)
+            given = grant(sequence, half, SCORED_ROWS // 2)
             half -= given
             budget -= given
     for sequence in prefills:

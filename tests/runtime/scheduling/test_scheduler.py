@@ -223,6 +223,24 @@ def test_prompt_logprobs_ask_for_every_prompt_row_once_and_do_not_read_the_cache
     assert device.clients["b"].tokens == device.clients["a"].tokens
 
 
+def test_a_step_has_at_most_512_rows_of_prompt_log_probabilities_and_others_are_not_held_up():
+    device = FakeDevice(blocks=1000, budget=4096)
+    device.add("long", 1500, max_tokens=1, prompt_logprobs=0)
+    device.add("plain", 2500, max_tokens=1)
+    device.add("short", 200, max_tokens=1, prompt_logprobs=0)
+    device.run()
+    shares = [{e.request_id: len(e.token_ids) for e in plan.entries} for plan in device.plans]
+    assert shares == [
+        {"short": 200, "plain": 2500, "long": 312},
+        {"long": 512},
+        {"long": 512},
+        {"long": 164},
+    ]
+    scored = [e for plan in device.plans for e in plan.entries if e.request_id == "long"]
+    assert sum(e.num_logit_rows for e in scored) == 1500
+    assert all(len(client.tokens) == 1 for client in device.clients.values())
+
+
 def test_an_entry_without_wanted_rows_says_so():
     device = FakeDevice(budget=64)
     device.add("a", 100)
