@@ -118,7 +118,9 @@ _RULES: dict[object, Callable[[fx.Node, fx.Node], bool]] = {
 def _is_plain_cast(node: fx.Node) -> bool:
     """Changes the type at most: same device, no forced copy, no memory format."""
     extra = {"copy", "memory_format", "layout", "pin_memory"}
-    asks_for_more = any(value for wanted, value in arguments(node) if wanted.name in extra)
+    asks_for_more = any(
+        value and value is not torch.strided for wanted, value in arguments(node) if wanted.name in extra
+    )
     return not asks_for_more and tensor(argument(node, 0)).device == tensor(node).device
 
 

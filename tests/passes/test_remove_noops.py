@@ -22,6 +22,8 @@ def _bump_rows(a, b):
 NOTHING = {
     "cast": lambda x: x.to(torch.float32) + 1,
     "type_as": lambda x: x.type_as(x) + 1,
+    "device": lambda x: x.to(x.device) + 1,
+    "layout": lambda x: torch.ops.aten.to.dtype_layout(x, dtype=x.dtype, layout=torch.strided) + 1,
     "dropout": lambda x: F.dropout(x, 0.3, training=False) + 1,
     "slice": lambda x: x[:, :8] + 1,
     "view": lambda x: x.view(-1, 8) + 1,
