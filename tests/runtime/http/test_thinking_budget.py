@@ -164,9 +164,10 @@ async def test_a_budget_of_nothing_and_an_answer_by_a_schema(tmp_path: Path):
             assert answer["status"] == 200, answer
             message = answer["choices"][0]["message"]
             assert json.loads(message["content"]).keys() == {"a"}
-            said = message["reasoning_content"]
-            assert said.endswith(SENTENCE.removesuffix("</think>"))
-            assert (len(client.ids(said)) > len(client.ids(SENTENCE))) is (budget > 0)
+            thought, sentence, behind = message["reasoning_content"].partition(
+                SENTENCE.removesuffix("</think>")
+            )
+            assert (bool(thought), bool(sentence), behind) == (budget > 0, True, "")
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["marks are tokens", "marks in pieces"])
