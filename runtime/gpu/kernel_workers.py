@@ -12,14 +12,16 @@ import json
 import math
 import os
 import queue
+import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import IO, Any
 
@@ -27,10 +29,52 @@ from ostinato.errors import CompileError
 from ostinato.ops.kernel_store import Binary, Variant
 
 MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
+LONGEST_S = 300  # for one answer, which takes seconds; who takes longer hangs
 
 
 class _Refused(ValueError):
     """A compiler's error; the worker lives on."""
+
+
+class _Processes:
+    """Workers that run, so that whoever ends early ends them all."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def start(self, said: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
+        """One more, which is gone behind it. ValueError: too late."""
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        with self._lock:
+            if self._is_over:
+                raise ValueError("the compile has ended")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ostinato.runtime.gpu.kernel_workers"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                env=environment,
+                text=True,
+            )
+            self._running.add(process)
+        try:
+            yield process
+        finally:
+            process.kill()  # whatever it still does is of no use
+            with self._lock:
+                self._running.remove(process)
+            with suppress(OSError), process:  # what it did not read goes nowhere
+                pass
+
+    def end(self) -> None:
+        """Kill all; none is started from here on."""
+        with self._lock:
+            self._is_over = True
+            for process in self._running:
+                process.kill()
 
 
 def compile_all(
@@ -44,59 +88,54 @@ def compile_all(
     """What each kernel's `compile` gives, in any order. `workers`: 0: as many as there are cores.
 
     A variant that cannot be compiled is put into `refused` with the reason; without that it raises
-    CompileError, as a worker that dies does. None is begun after `until`, a time of `time.monotonic`.
+    CompileError, as a worker does that dies or says nothing for `LONGEST_S`. None is begun after `until`, a
+    time of `time.monotonic`. However it ends, also by Ctrl-C or SIGTERM, no worker is left.
     """
-    if not variants:
+    if not variants or time.monotonic() >= until:
         return
     count = min(workers or min(len(os.sched_getaffinity(0)), MOST), len(variants))
     waiting: queue.SimpleQueue[Variant] = queue.SimpleQueue()
     for variant in sorted(variants, key=lambda v: -len(v.names)):  # the largest kernels take longest
         waiting.put(variant)
+    processes = _Processes()
     with ThreadPoolExecutor(count, thread_name_prefix="ostinato-kernels") as threads:
-        for made in threads.map(lambda _: _work(waiting, capability, refused, until), range(count)):
-            yield from made
+        try:
+            for made in threads.map(
+                lambda _: _work(processes, waiting, capability, refused, until), range(count)
+            ):
+                yield from made
+        finally:
+            processes.end()  # the threads wait for their answers, and the pool for the threads
 
 
 def _work(
-    waiting: queue.SimpleQueue[Variant], capability: int, refused: dict[str, str] | None, until: float
+    processes: _Processes,
+    waiting: queue.SimpleQueue[Variant],
+    capability: int,
+    refused: dict[str, str] | None,
+    until: float,
 ) -> list[tuple[Binary, bytes]]:
     """One worker, from start to end. A failure empties the queue, so that the others end soon."""
     made = []
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(
-            [sys.executable, "-m", "ostinato.runtime.gpu.kernel_workers"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=environment,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        variant = None
+    variant = None
+    with tempfile.TemporaryFile() as said:
         try:
-            while time.monotonic() < until:
-                try:
-                    variant = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                try:
-                    made.append(_ask(process.stdin, process.stdout, variant, capability))
-                except _Refused as error:
-                    if refused is None:
-                        raise
-                    refused[variant.key] = str(error)
-            process.stdin.close()
+            with processes.start(said) as process:
+                while time.monotonic() < until:
+                    try:
+                        variant = waiting.get_nowait()
+                    except queue.Empty:
+                        break
+                    try:
+                        made.append(_ask(process, variant, capability))
+                    except _Refused as error:
+                        if refused is None:
+                            raise
+                        refused[variant.key] = str(error)
         except (OSError, ValueError) as error:
-            process.kill()
-            process.wait()
-            with suppress(OSError):  # what it did not read goes nowhere
-                process.stdin.close()
-            while not waiting.empty():
-                waiting.get_nowait()
+            with suppress(queue.Empty):
+                while True:
+                    waiting.get_nowait()
             said.seek(0)
             last = said.read().decode(errors="replace").strip().splitlines()[-3:]
             raise CompileError(
@@ -106,11 +145,15 @@ def _work(
     return made
 
 
-def _ask(to: IO[str], answers: IO[str], variant: Variant, capability: int) -> tuple[Binary, bytes]:
+def _ask(process: subprocess.Popen[str], variant: Variant, capability: int) -> tuple[Binary, bytes]:
     """Raises ValueError or OSError: the worker failed."""
-    to.write(json.dumps([capability, *variant]) + "\n")
-    to.flush()
-    line = answers.readline()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([capability, *variant]) + "\n")
+    process.stdin.flush()
+    if not select.select([process.stdout], [], [], LONGEST_S)[0]:  # nothing is buffered: an answer is a line
+        raise ValueError(f"no answer in {LONGEST_S} s")
+    line = process.stdout.readline()
     if not line:
         raise ValueError("no answer")
     answer = json.loads(line)

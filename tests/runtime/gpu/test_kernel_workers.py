@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 
 from ostinato.errors import CompileError
 from ostinato.ops.kernel_store import Variant
+from ostinato.runtime.gpu import kernel_workers
 from ostinato.runtime.gpu.kernel_workers import compile_all
+from ostinato.runtime.sigterm import exits_on_sigterm
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 SILU = Variant(
@@ -40,6 +44,7 @@ HERE = """
 import hashlib, json, sys
 from ostinato.ops import silu_mul
 from ostinato.ops.kernel_store import Variant
+from ostinato.runtime.gpu import kernel_workers
 from ostinato.ops.triton_kernels import compile_variant
 raw = json.loads(sys.argv[1])
 variant = Variant(*raw[:4], tuple((kind, value) for kind, value in raw[4]), tuple(raw[5]))
@@ -96,6 +101,51 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(monkeypatch: pytest.Monke
         list(compile_all([PENDING], 90, workers=1))
 
 
+IDLE = """#!/bin/sh
+echo $$ >> {pids}
+exec sleep 600
+"""
+
+
+@pytest.fixture
+def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Workers that never answer; the file that has their ids."""
+    script, pids = tmp_path / "worker", tmp_path / "pids"
+    script.write_text(IDLE.format(pids=pids))
+    script.chmod(0o755)
+    pids.touch()
+    monkeypatch.setattr(sys, "executable", str(script))
+    return pids
+
+
+def is_gone(pid: str) -> bool:
+    return not Path("/proc", pid).exists()
+
+
+def test_sigterm_ends_a_compile_at_once_and_its_workers(idle: Path) -> None:
+    def kill_when_both_run() -> None:
+        while len(idle.read_text().split()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    killer = threading.Thread(target=kill_when_both_run)
+    killer.start()
+    began = time.monotonic()
+    with pytest.raises(SystemExit), exits_on_sigterm():
+        list(compile_all([PENDING] * 20, 90, workers=2))
+    killer.join()
+    assert time.monotonic() - began < 20, "it waited for workers that sleep for 600 s"
+    assert all(is_gone(pid) for pid in idle.read_text().split())
+
+
+def test_a_worker_that_hangs_is_an_error_and_is_killed(idle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_workers, "LONGEST_S", 0.2)
+    with pytest.raises(CompileError, match=r"kernel pending could not be compiled: no answer in 0\.2 s"):
+        list(compile_all([PENDING] * 20, 90, workers=2))
+    assert all(is_gone(pid) for pid in idle.read_text().split())
+
+
 def test_nothing_to_compile_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert list(compile_all([], 90)) == []
+    assert list(compile_all([PENDING], 90, until=time.monotonic())) == []
