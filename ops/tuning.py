@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.errors import ArtifactError
+from ostinato.ops.skinny_rows import Config, check_config
+from ostinato.ops.wgmma_linear import Tile, check_tile
 
 FOLDER = Path(__file__).parent / "tuned"
 FILE = "tuning.json"
@@ -106,10 +108,10 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Choices:
-    """The choices of an artifact. ArtifactError: they cannot be read."""
+    """The choices of an artifact. ArtifactError: they cannot be read, or one of them cannot be launched."""
     try:
         return _choices(json.loads((folder / FILE).read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{folder / FILE}: {error!r}; compile the model again") from None
 
 
@@ -120,7 +122,22 @@ def _table(gpu: str) -> Choices:
 
 
 def _choices(raw: dict[str, Any]) -> dict[Shape, Choice]:
-    return {_shape(row): Choice(row.get("config"), row.get("tile")) for row in raw["choices"]}
+    return {_shape(row): _way(row) for row in raw["choices"]}
+
+
+def _way(row: Mapping[str, Any]) -> Choice:
+    """Raises ValueError or TypeError for what the op cannot launch: a step would be too late for that."""
+    op, tokens, found = row["op"], row["tokens"], Choice(row.get("config"), row.get("tile"))
+    if op not in OPS or tokens not in CLASSES:
+        raise ValueError(f"a row for {op} and {tokens} tokens; there are {', '.join(OPS)} and {CLASSES}")
+    for values in (found.config, found.tile):
+        if values is not None and not all(isinstance(value, int) for value in values.values()):
+            raise TypeError(f"{values} for {op}: whole numbers are allowed")
+    if found.config is not None:
+        check_config(op, Config(**found.config), getattr(torch, row["dtype"]), tokens)
+    if found.tile is not None:
+        check_tile(op, Tile(**found.tile), op == "skinny_gated")
+    return found
 
 
 def _shape(row: Mapping[str, Any]) -> Shape:

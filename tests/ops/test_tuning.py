@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,33 @@ def test_a_broken_table_is_an_artifact_error_that_names_the_file(tmp_path: Path,
         tuning.read(tmp_path)
     with pytest.raises(ArtifactError, match=r"tuning\.json: .*compile the model again"):
         tuning.read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"op": "linear"}, "a row for linear and 2 tokens"),
+        ({"tokens": 3}, "a row for skinny_linear and 3 tokens"),
+        ({"dtype": "bfloat17", "config": CONFIG}, "bfloat17"),
+        ({"config": [1]}, "values"),
+        ({"config": CONFIG | {"rows": "2"}}, "whole numbers"),
+        ({"config": CONFIG | {"pipes": 2}}, "pipes"),
+        ({"config": {"rows": 2}}, "by_tensor_cores"),
+        ({"config": CONFIG, "tokens": 32}, "for 32 tokens; it takes up to 16"),
+        ({"tile": TILE | {"rows": 63}}, "cannot be launched: rows"),
+        ({"op": "skinny_gated", "tile": TILE | {"rows": 24, "split": 1}}, "for a gated layer: rows"),
+    ],
+)
+def test_a_way_that_no_launch_can_go_is_refused_when_the_table_is_read(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    row = tuning.row(shape(2), tuning.BY_PARTS) | {"config": CONFIG}
+    tuning.add(tmp_path / tuning.FILE, [row])
+    assert tuning.read(tmp_path) == {shape(2): tuning.Choice(CONFIG)}
+    wrong = {"choices": [row | {"config": None} | changed]}
+    (tmp_path / tuning.FILE).write_text(json.dumps(wrong))
+    with pytest.raises(ArtifactError, match=rf"tuning\.json: .*{said}.*; compile the model again"):
+        tuning.read(tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted(tuning.FOLDER.glob("*.json")), ids=lambda path: path.stem)
