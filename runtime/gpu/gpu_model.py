@@ -65,7 +65,9 @@ def load_gpu(folder: Path, manifest: Manifest, device: torch.device) -> GpuModel
     pools = manifest.facts.pooling is not None
     ops: Mapping[str, Callable[..., Any]] = {}
     if not pools:  # see pool_target.py
-        ops = launchers(tuning.read(folder), attention_choice.read(folder))
+        # a table that the manifest does not have was not verified
+        attends = attention_choice.read(folder) if attention_choice.FILE in manifest.files else {}
+        ops = launchers(tuning.read(folder), attends)
         STORE.read(folder)
         STORE.is_sealed = True
     weights = DeviceWeights(folder / WEIGHTS, gpu_driver(device))

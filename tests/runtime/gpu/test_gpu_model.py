@@ -35,6 +35,27 @@ def test_a_library_that_is_missing_is_named_before_weights_are_read(
     monkeypatch.setattr(fa3_attention, "installed_version", lambda: "")
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(gpu_model, "DeviceWeights", lambda *_: pytest.fail("weights are read"))
-    manifest: Any = SimpleNamespace(facts=SimpleNamespace(pooling=None))
+    files = {attention_choice.FILE: None}
+    manifest: Any = SimpleNamespace(facts=SimpleNamespace(pooling=None), files=files)
     with pytest.raises(ArtifactError, match=r"pip install tokenspeed-fa3==3\.1, or compile the model again"):
         load_gpu(tmp_path, manifest, torch.device("cuda"))
+
+
+def test_a_table_of_attention_that_the_manifest_does_not_have_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def take(choices: object, attention: object) -> None:
+        given.append(attention)
+        raise ArtifactError("enough")
+
+    attention_choice.write(tmp_path, [Measured(LONE, "triton", {"triton": 1.0})])
+    (tmp_path / tuning.FILE).write_text('{"choices": []}')
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(gpu_model, "launchers", take)
+    for files in ({attention_choice.FILE: None}, {}):
+        manifest: Any = SimpleNamespace(facts=SimpleNamespace(pooling=None), files=files)
+        with pytest.raises(ArtifactError, match="enough"):
+            load_gpu(tmp_path, manifest, torch.device("cuda"))
+    assert given == [{LONE: "triton"}, {}]
