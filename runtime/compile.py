@@ -120,10 +120,15 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
         "options": compile_options(config, device.type),
         "code": _code_hash(),
         "versions": [torch.__version__, transformers.__version__],
-        "libraries": [fa3_attention.installed_version()] if device.type == "cuda" else [],
+        "gpu": _gpu_parts(device) if device.type == "cuda" else [],
         "target": this_target(device).model_dump(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _gpu_parts(device: torch.device) -> list[str]:
+    """What decides what is measured: its name, which also names its table, and the library that may win."""
+    return [torch.cuda.get_device_name(device), fa3_attention.installed_version()]
 
 
 def _code_hash() -> str:

@@ -83,7 +83,7 @@ class GpuTarget:
                 STORE.add(binary, cubin)
             compiled = time.perf_counter()
             if config.graph.tune_s and self._attention.attentions:
-                self._tune_attention(config, facts)
+                self._tune_attention(facts)
             with STORE.recording() as launched:
                 rehearse(backend)
         finally:
@@ -100,10 +100,12 @@ class GpuTarget:
         )
         return time.perf_counter() - began
 
-    def _tune_attention(self, config: EngineConfig, facts: ModelFacts) -> None:
-        """Measure the attention that a dry run asked for; the programs use the choices from here on."""
-        window = min(facts.max_model_len, config.max_model_len or facts.max_model_len)
-        measured = attention_tuning.measure(self._attention, window=window, device=self.device)
+    def _tune_attention(self, facts: ModelFacts) -> None:
+        """Measure the attention that a dry run asked for; the programs use the choices from here on.
+
+        For the model's own window: a server may set a shorter one, and the key of a compile has none.
+        """
+        measured = attention_tuning.measure(self._attention, window=facts.max_model_len, device=self.device)
         attention_choice.write(self._folder, measured)
 
     def _tune_layers(self, plans: Sequence[PlanRecord], config: EngineConfig, facts: ModelFacts) -> None:

@@ -100,8 +100,11 @@ def test_another_torch_transformers_or_processor_counts(original: Path, monkeypa
     assert len(before) == 4
 
 
-def test_for_a_gpu_the_library_that_may_attend_counts(original: Path, monkeypatch: pytest.MonkeyPatch):
-    version = "3.1"
+def test_for_a_gpu_its_name_and_the_library_that_may_attend_count(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+):
+    version, gpu = "3.1", "NVIDIA H200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
     monkeypatch.setattr(compile.fa3_attention, "installed_version", lambda: version)
     on_cpu = key(original)
     monkeypatch.setattr(compile, "chosen_device", lambda _: torch.device("cuda", 0))
@@ -109,6 +112,10 @@ def test_for_a_gpu_the_library_that_may_attend_counts(original: Path, monkeypatc
     on_gpu = key(original)
     version = "3.2"
     assert key(original) != on_gpu
+    version, gpu = "3.1", "NVIDIA H100 PCIe"
+    assert key(original) != on_gpu
+    gpu = "NVIDIA H200"
+    assert key(original, max_model_len=100) == on_gpu
     monkeypatch.undo()
     assert key(original) == on_cpu
 
