@@ -19,9 +19,9 @@ _BYTES_PER_MS = 4e9  # that an H200 reads; elsewhere a sample takes longer
 
 
 @cache
-def _capture_stream() -> torch.cuda.Stream:
-    """One for all: the library keeps a workspace for each stream."""
-    return torch.cuda.Stream()
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all of a device: the library keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def new_pool() -> Any:
@@ -34,7 +34,7 @@ def captured(call: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
 
     `torch.cuda.graph` would collect garbage each time: 0.1 s.
     """
-    stream, graph = _capture_stream(), torch.cuda.CUDAGraph()
+    stream, graph = _capture_stream(torch.cuda.current_device()), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()

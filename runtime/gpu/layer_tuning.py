@@ -206,17 +206,13 @@ def _measure(contests: Sequence[_Contest], gpu: Gpu, until: float, why: Counter[
     if contests and time.monotonic() < until:
         try:
             _fill(rows, contests, gpu, until)
-        except (torch.OutOfMemoryError, _NotMeasuredError) as error:
+        except _FAILURES as error:  # of this layer; the others have their turn
             why[_said(error)] += len(contests) - len(rows)
             contests = contests[: len(rows)]
         torch.cuda.empty_cache()
     if left := len(contests) - len(rows):
         why[_OUT_OF_TIME] += left
     return rows
-
-
-class _NotMeasuredError(ValueError):
-    """A layer cannot be judged; the words say why."""
 
 
 def _fill(rows: list[dict[str, Any]], contests: Sequence[_Contest], gpu: Gpu, until: float) -> None:
@@ -236,7 +232,7 @@ def _row(contest: _Contest, chain: Sequence[LayerCall], inputs: _Inputs, right_T
     limit = 4 * error_of(chain[0](*inputs, tuning.BY_PARTS), right_TN)
     limit += torch.finfo(inputs.x_TK.dtype).eps / 4  # a value that is left out of thousands is more
     if not limit < 1:
-        raise _NotMeasuredError("its weights give no finite numbers")
+        raise ValueError("its weights give no finite numbers")
     pool, graphs = new_pool(), {}
     for way in contest.ways:
         choice = choice_of(way)
@@ -251,7 +247,7 @@ def _row(contest: _Contest, chain: Sequence[LayerCall], inputs: _Inputs, right_T
         except _FAILURES as failure:
             _leave_out(contest, way, _said(failure))
     if None not in graphs:
-        raise _NotMeasuredError("its parts cannot be computed")
+        raise ValueError("its parts cannot be computed")
     default = contest.ways[0]
     others = [way for way in graphs if way not in (default, None)]
     looks = race([graphs[way] for way in others], None, _LOOKS, _LOOK_MS)

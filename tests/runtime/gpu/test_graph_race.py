@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.runtime.gpu import graph_race
 from ostinato.runtime.gpu.graph_race import race
 
 
@@ -59,3 +60,14 @@ def test_without_bytes_a_replay_says_how_often(log: list[float]) -> None:
     race(slow, None, 2, 1.0)
     assert log == [50.0] * 4
     assert race([], None, 7) == []
+
+
+def test_each_gpu_captures_on_a_stream_of_its_own_which_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    graph_race._capture_stream.cache_clear()
+    first, again, other = (graph_race._capture_stream(device) for device in (0, 0, 1))
+    graph_race._capture_stream.cache_clear()
+    assert first is again
+    assert first is not other
+    assert made == [0, 1]

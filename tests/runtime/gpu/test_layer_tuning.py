@@ -13,7 +13,7 @@ from ostinato.ops.kernel_store import STORE, Binary, Variant
 from ostinato.ops.skinny_rows import Config
 from ostinato.ops.skinny_ways import Way, choice_of
 from ostinato.runtime.gpu import layer_tuning
-from ostinato.runtime.gpu.layer_calls import Layer, layers_of
+from ostinato.runtime.gpu.layer_calls import Layer, LayerCall, layers_of
 from ostinato.runtime.gpu.layer_tuning import Gpu, Tuned, choose, contests_of, tune_layers
 from tests.runtime.gpu.test_layer_calls import gated, linear
 
@@ -211,6 +211,26 @@ def test_what_cannot_be_measured_keeps_the_default_with_one_warning(
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("2 of 2 shapes of linear layers keep ways that nobody measured (2: ")
     assert said in caplog.messages[0]
+
+
+def test_a_layer_that_fails_leaves_the_others_their_turn(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide, narrow = layers_of([linear(32, 16), linear(16, 16)])
+    usual = layer_tuning.truth
+
+    def truth(call: LayerCall, *inputs: torch.Tensor) -> torch.Tensor:
+        if call.weight.shape[0] == 32:
+            raise RuntimeError("cublas is not amused")
+        return usual(call, *inputs)
+
+    monkeypatch.setattr(layer_tuning, "truth", truth)
+    with caplog.at_level(logging.WARNING):
+        tuned = tune_layers([wide, narrow], {}, AMPERE, 60.0)
+    assert [(row["tokens"], row["out"]) for row in tuned.rows] == [(1, 16), (4, 16)]
+    assert caplog.messages == [
+        "2 of 4 shapes of linear layers keep ways that nobody measured (2: cublas is not amused)"
+    ]
 
 
 def test_when_time_is_over_the_rest_keeps_its_default(
