@@ -27,6 +27,6 @@ class GraphConfig(Section):
         ge=0,
         le=3600,
         allow_inf_nan=False,
-        description="seconds for measuring linear layers that the GPU's table lacks; 0: nothing is measured, "
-        "nor which kernels attend fastest",
+        description="seconds for measuring linear layers that the GPU's table lacks; which kernels attend "
+        "fastest is measured besides; 0: neither is",
     )

@@ -38,8 +38,7 @@ _ROUNDS, _SAMPLE_MS = 5, 2.0
 _CHAIN_BYTES, _MOST_BYTES = 4 * (60 << 20), 1 << 30  # of keys and values: of all layers, of a plane at most
 _MOST_LAYERS = 8
 _ROWS, _SEQUENCES = 16, 4  # that are checked: the last rows of some sequences
-_BYTES_PER_MS = 4e9  # what `race` reckons with
-_FAILURES = (EngineError, RuntimeError, ValueError)  # of one way; torch's errors are RuntimeErrors
+_FAILURES = (EngineError, RuntimeError, ValueError)  # torch's errors are RuntimeErrors
 
 
 class Lengths(NamedTuple):
@@ -90,7 +89,11 @@ def measure(choices: Asked, *, window: int, device: torch.device) -> list[Measur
     measured: list[Measured] = []
     with torch.inference_mode(), STORE.recording():  # it may compile, also in a process that serves
         for attention in sorted(choices.attentions):
-            ways = candidates(attention, device)
+            try:
+                ways = candidates(attention, device)
+            except _FAILURES as error:
+                log.warning("attention of %s is not measured: %s", _heads(attention), _said(error))
+                continue
             for step_class in classes(attention, ways, window):
                 one = _measure(step_class, ways, window, device)
                 if one is not None:
@@ -182,13 +185,11 @@ def _measure(step_class: StepClass, ways: list[Way], window: int, device: torch.
                 graphs[way] = captured(lambda: step.run_all(way))  # noqa: B023  # called at once
             except torch.OutOfMemoryError:
                 raise
-            except _FAILURES as error:
+            except Exception as error:  # errors of Triton's compiler have no other base
                 log.warning("%s is left out for %s: %s", way, _told(step_class), _said(error))
         if not graphs:
             return None
-        (look, *_), *_ = race([*graphs.values()][:1], 1 << 62, 1)
-        num_bytes = max(1, round(look * _BYTES_PER_MS))
-        took = race([*graphs.values()], num_bytes, _ROUNDS, _SAMPLE_MS)
+        took = race([*graphs.values()], None, _ROUNDS, _SAMPLE_MS)
     except _FAILURES as error:
         log.warning("attention of %s is not measured: %s", _told(step_class), _said(error))
         return None
@@ -278,9 +279,11 @@ def wrong(step: Step, way: Way, right: _Sample) -> str | None:
 
 
 def _told(step_class: StepClass) -> str:
-    attention = step_class.attention
-    heads = f"{attention.heads}/{attention.kv_heads} heads of {attention.k_size}"
-    return f"{step_class.kind} steps of {step_class.tokens} tokens, {heads}"
+    return f"{step_class.kind} steps of {step_class.tokens} tokens, {_heads(step_class.attention)}"
+
+
+def _heads(attention: Attention) -> str:
+    return f"{attention.heads}/{attention.kv_heads} heads of {attention.k_size}"
 
 
 def _said(error: Exception) -> str:

@@ -205,6 +205,34 @@ def test_a_way_that_fails_is_left_out_and_a_device_without_memory_measures_nothi
     assert "attention of mixed steps of 80 tokens, 4/2 heads of 16 is not measured" in caplog.text
 
 
+class CompilationError(Exception):
+    """As Triton's: of no base that says more."""
+
+
+def test_a_way_that_a_compiler_cannot_compile_is_left_out(
+    kernels: Kernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(out: Tensor) -> Tensor:
+        raise CompilationError("ptxas is not amused")
+
+    kernels.spoil["triton"] = spoil
+    choices = asked()
+    measure(choices, window=64, device=CPU)
+    assert set(choices.values()) == {"fa3"}
+    assert "triton is left out for lone steps of 48 tokens, 4/2 heads of 16: ptxas" in caplog.text
+
+
+def test_a_device_that_is_full_before_anything_is_measured_fails_no_compile(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> list[Way]:
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    monkeypatch.setattr(attention_tuning, "candidates", full)
+    assert measure(asked(), window=64, device=CPU) == []
+    assert caplog.messages == ["attention of 4/2 heads of 16 is not measured: CUDA out of memory"]
+
+
 def test_a_large_step_shares_blocks_instead_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tuning, "_MOST_BYTES", 20 * 4 * 2 * 32 * 2)
     monkeypatch.setattr(attention_tuning, "_MOST_LAYERS", 1)
