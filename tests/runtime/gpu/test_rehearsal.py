@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.ops import fa3_attention, paged_attention, tuning
+from ostinato.ops import attention_choice, fa3_attention, paged_attention, tuning, wgmma_prefill
 from ostinato.ops.attention_choice import StepClass, Way
 from ostinato.ops.skinny_rows import Config
 from ostinato.ops.wgmma_linear import Tile
+from ostinato.runtime.gpu.gpu_model import launchers
 from ostinato.runtime.gpu.rehearsal import rehearsal_shapes
 from ostinato.runtime.runner import StepShape
 from tests.support.captured import capture_tiny
@@ -74,6 +75,48 @@ def test_every_shape_of_a_server_launches_only_what_was_rehearsed(
     for shape in sorted(shapes_of_a_server()):
         unknown = gpu.variants(shape) - rehearsed
         assert not unknown, (shape, sorted(unknown))
+
+
+class OneWayEach(dict[StepClass, Way]):
+    """A table in which neighbouring classes of attention go different ways."""
+
+    def get(self, key: StepClass, default: Any = None) -> Any:
+        ways: dict[tuple[str, int], Way] = {
+            ("lone", 512): "triton",
+            ("lone", 2048): "fa3",
+            ("lone", 8192): "wgmma",
+            ("mixed", 512): "fa3",
+            ("mixed", 2048): "wgmma",
+            ("mixed", 8192): "triton",
+            ("decode", 64): "triton",
+            ("decode", 128): "fa3",
+            ("decode", 256): "triton",
+        }
+        return ways[key.kind, key.tokens]
+
+
+def test_steps_about_the_bounds_of_measured_classes_launch_what_was_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fa3_attention, "_forward", lambda: lambda *_, **__: None)
+    for name, value in {"is_hopper": lambda _: True, "box_map": lambda _: b"", "_BLOCKS": (4,)}.items():
+        monkeypatch.setattr(wgmma_prefill, name, value)
+    changes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    captured = capture_tiny(tiny_config("llama", **changes), torch.bfloat16)[1]
+    ops = launchers(Measured(), OneWayEach())
+    names = *tuning.OPS, *attention_choice.OPS
+    gpu = DryGpu(captured, {}, {f"ostinato::{name}": ops[f"ostinato::{name}"] for name in names})
+    rehearsed = frozenset[str]().union(*map(gpu.variants, rehearsal_shapes()))
+    bounds = (1, 2, 3, 4, 5, 9, 17, 33, 64, 65, 128, 129, 192, 193, 256, 257, 512, 513, 2048, 2049, 8191)
+    launched = set[str]()
+    for tokens in bounds:
+        for sequences in {1, 2, 33, min(tokens, 512)}:
+            if sequences <= tokens:
+                some = gpu.variants(StepShape(tokens, sequences, sequences))
+                assert some <= rehearsed, (tokens, sequences, sorted(some - rehearsed))
+                launched |= some
+    for name in ("fa3_attention", "wgmma_prefill", "wgmma_linear", "paged_prefill"):
+        assert any(name in key for key in launched), name
 
 
 class LongPromptsByLibrary(dict[StepClass, Way]):
