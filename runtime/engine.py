@@ -377,7 +377,7 @@ class Engine:
         """Do what waits for this moment. No step is in flight."""
         if self._sizer.wants_quiet:
             self._sizer.cut(self._move_blocks)
-        elif self._wants_pause():
+        if self._backend.wants_pause and not self._sleeper.level:
             self._idle()
 
     def _idle(self) -> bool:

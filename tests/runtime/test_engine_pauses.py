@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.messages import CallDone, Sleep, Wake
-from tests.support.engine_runs import generate
+from tests.support.engine_runs import BLOCK_BYTES, finish, generate, tokens_of
 from tests.support.grammar_runs import LateBackend, LateEngine, asked, grammar_engine
 
 
@@ -30,6 +32,7 @@ class PausingEngine(LateEngine):
         backend.__class__ = PausingBackend
 
         def idle() -> bool:
+            assert self._sizer._memory._using.locked(), "KV memory may change"
             self.pauses.append(len(self._in_flight))
             backend.wants_pause = False
             return True
@@ -47,6 +50,34 @@ def test_a_pause_comes_when_nothing_is_in_flight_and_costs_no_token(tmp_path: Pa
         assert generate(engine, *requests) == wanted
         assert engine.pauses == [0] * (len(engine.late.plans) // 5)
         assert len(engine.pauses) >= 4
+        engine.check()
+
+
+@pytest.mark.parametrize("has_pause", [False, True])
+def test_memory_is_cut_while_requests_run_in_the_same_turn_as_a_pause(
+    tmp_path: Path, has_pause: bool
+) -> None:
+    request = asked("a", 23)
+    with grammar_engine(tmp_path / "plain", LateEngine) as engine:
+        wanted = generate(engine, request)
+    with grammar_engine(tmp_path / "cut", PausingEngine) as engine:
+        assert isinstance(engine, PausingEngine)
+        engine.inbox.put(request)
+        news = engine.step() + engine.step()
+        assert engine.stats().blocks_committed > 20
+        engine.late.wants_pause = has_pause
+        engine._sizer.set_target(20 * BLOCK_BYTES)  # as idle memory goes back, or to other engines
+        turns, in_flight = 0, len(engine._in_flight)
+        while engine.stats().blocks_committed > 20 or len(engine.pauses) < has_pause:
+            assert len(engine.late.plans) == 2, "a step before the cut"
+            assert turns < 9
+            news += engine.step()
+            turns += 1
+        assert (engine.stats().blocks_committed, engine.pauses) == (20, [0] * has_pause)
+        assert turns == in_flight + 1, "cut and pause share a turn"
+        assert len(engine.late.plans) == 3, "which goes on with a step"
+        news += finish(engine)
+        assert tokens_of(news, "a") == wanted["a"]
         engine.check()
 
 
