@@ -1,6 +1,7 @@
 """Draws of the sampling op: by the definition, by the CPU sampler, and the same on every route and grid."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor
 
 from ostinato.ops import sample
 from ostinato.ops.sample import BAD_LOGITS, CANDIDATES, NONE_ALLOWED, OK, OP, Config
-from ostinato.ops.sample_rows import WORDS, limit_of, row_fields, top_p_of
+from ostinato.ops.sample_rows import WORDS, limit_of, row_fields, scale_of, top_p_of
 from ostinato.runtime.sampling.sampler import Sampler, SampleRow
 from tests.support.op_routes import CUDA, INTERPRETER, ROUTES
-from tests.support.sampling_rows import FILTERS, Staged, assert_drawn_right, settings
+from tests.support.sampling_rows import FILTERS, Staged, assert_drawn_right, leads_of, settings
 
 SMALL = Config(chunk=64, num_warps=1, edges=8, few=16, most=64)
 TINY_BINS = Config(chunk=64, num_warps=1, edges=4, few=1, most=2)  # searches in the row itself
@@ -106,6 +107,38 @@ def test_of_equal_logits_the_lower_ids_survive_top_k_and_top_p(route: str, in_th
         tokens = sampled(route, logits, 100, Staged(100, rows, seed=seed), config)[0]
         for token, kept in zip(tokens, ([3, 4], [3, 4, 5, 6, 7], [3, 4], [3]), strict=True):
             assert token in kept
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_min_p_of_one_leaves_the_best_and_its_equals(route: str) -> None:
+    logits = torch.randn(12, 100)
+    logits[:, [7, 70]] = 9.0
+    tokens = sampled(route, logits, 100, Staged(100, [settings(min_p=1.0)] * 12))[0]
+    assert set(tokens) == {7, 70}
+
+
+@pytest.mark.parametrize("route", ROUTES[1:2])
+@pytest.mark.parametrize(
+    ("bits", "worse", "top_k", "chunk"),
+    [
+        (6543216, [], 0, 16),  # tokens 8 and 17, of two splits
+        (6543216, [], 31, 16),  # the same, in the tokens that are searched
+        (13163630, [], 31, 2),  # 19 and 21, one behind the other in a place of the search
+        (9627204, range(16), 31, 16),  # 0, which is searched, and 29, which is kept anyway
+        (1625052, range(16, 32), 31, 16),  # the other way round, 8 and 30
+    ],
+)
+def test_of_tokens_that_arrive_together_the_lower_id_is_drawn(
+    route: str, bits: int, worse: Sequence[int], top_k: int, chunk: int
+) -> None:
+    """Numbers found by trying 17 million: the float32 leads of two tokens are equal, by numpy's log2."""
+    logits = torch.zeros(1, 32)
+    logits[0, list(worse)] = -0.5
+    staged = Staged(32, [settings(top_k=top_k)])
+    row_fields(staged.rows.numpy())["random_bits"][0] = bits
+    leads = leads_of(-logits[0], bits, scale_of(1.0), "cpu")
+    config = Config(chunk=chunk, num_warps=1, edges=4, few=4, most=64)
+    assert sampled(route, logits, 32, staged, config)[0] == [int(leads.argmax())]
 
 
 @pytest.mark.parametrize("route", ROUTES)

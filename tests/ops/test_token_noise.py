@@ -6,21 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.ops.launch import jit, tl
-from ostinato.ops.token_noise import exponentials, lead, mixed
+from ostinato.ops.token_noise import exponentials, mixed
 from ostinato.runtime.sampling.sampling_rng import random_bits
 from tests.support.op_routes import CUDA, ROUTES
-from tests.support.sampling_rows import exponential
+from tests.support.sampling_rows import exponential, leads_of
 
 COUNT = 1024
+LEAST, MOST = 7046029254386353131, 3558559446808474027  # the bits of token 0 are all 0, all 1
 # what splitmix64 gives first from state 0, by its reference implementation
 SPLITMIX = (16294208416658607535, 7960286522194355700, 487617019471545679)
-
-
-@jit
-def _leads(keys, bits, out, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
-    at = tl.arange(0, BLOCK)
-    tl.store(out + at, lead(tl.load(keys + at), at, tl.load(bits), scale))
 
 
 def test_numbers_are_those_of_the_definition_and_pinned_so_that_seeded_answers_outlive_releases():
@@ -57,9 +51,9 @@ def test_mixing_is_that_of_splitmix64():
 def test_leads_of_the_kernel_are_those_of_float64(route: str):
     device = "cuda" if route == CUDA else "cpu"
     distances = torch.rand(COUNT) * 20
-    for bits in (5, -(2**62) - 99):
-        out = torch.empty(COUNT, device=device)
-        keys, held = distances.view(torch.int32).to(device), torch.tensor([bits], device=device)
-        _leads[(1,)](keys, held, out, -1.25, BLOCK=COUNT)
+    for bits in (5, -(2**62) - 99, LEAST, MOST):
+        leads = leads_of(distances, bits, -1.25, device)
         truth = -1.25 * distances.double().numpy() - np.log2(exponentials(bits % 2**64, COUNT))
-        assert np.abs(out.cpu().double().numpy() - truth).max() < 1e-5
+        assert np.abs(leads.double().numpy() - truth).max() < 1e-5
+    assert exponentials(LEAST % 2**64, 1) == pytest.approx([2.0**-53], rel=1e-9)
+    assert exponentials(MOST % 2**64, 1) == pytest.approx([53 * math.log(2)], rel=1e-9)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.ops.token_noise import GAMMA
+from ostinato.ops.launch import jit, tl
+from ostinato.ops.token_noise import GAMMA, lead
 from ostinato.runtime.messages import SamplingParams
 from ostinato.runtime.sampling.device_sampler import DeviceSampler, StagedRow
 from ostinato.runtime.sampling.sampling_rng import mix64, random_bits
@@ -59,6 +60,21 @@ class Staged:
     @property
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.last_tokens, self.tokens, self.status
+
+
+@jit
+def _leads(keys, bits, out, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, lead(tl.load(keys + at), at, tl.load(bits), scale))
+
+
+def leads_of(distance_V: Tensor, bits: int, scale: float, device: str) -> Tensor:
+    """Leads of tokens as the kernel computes them, on the CPU; V is a power of 2, `bits` signed."""
+    out_V = torch.empty(len(distance_V), device=device)
+    keys_V = distance_V.view(torch.int32).to(device)
+    held = torch.tensor([bits], device=device)
+    _leads[(1,)](keys_V, held, out_V, scale, BLOCK=len(distance_V))
+    return out_V.cpu()
 
 
 def settings(**sampling: object) -> SamplingParams:
