@@ -62,6 +62,12 @@ def test_logits_that_are_nan_in_both_runs_are_equal(make: Any) -> None:
     assert len(given_back) == 3
 
 
+def missed(graphs: StepGraphs, sequences: int) -> bool:
+    """Whether a pause is wanted when decode steps of so many sequences have run uncaptured 40 times."""
+    assert all(graphs.fit(plan(*[1] * sequences)).replay is None for _ in range(40))
+    return graphs.wants_pause
+
+
 def test_a_shape_that_is_missed_often_asks_for_a_pause_and_is_captured_first(make: Any) -> None:
     graphs = make(lambda shape: torch.zeros(shape.logit_rows, 8))
     graphs.capture_next()  # of one token
@@ -86,11 +92,23 @@ def test_a_full_device_asks_for_no_pause_again(make: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     graphs = make(full)
-    for _ in range(40):
-        graphs.fit(plan(1))
-    assert graphs.wants_pause
+    assert missed(graphs, 1)
     assert not graphs.capture_next()
     assert not graphs.wants_pause
+    assert not missed(graphs, 1)
+    assert not missed(graphs, 2)
+    assert not graphs.capture_next()
+
+
+def test_a_shape_that_differs_from_eager_asks_for_no_pause_again(make: Any) -> None:
+    runs = iter(range(100))
+    graphs = make(lambda shape: torch.full((shape.logit_rows, 8), float(next(runs) * (shape.tokens == 2))))
+    assert missed(graphs, 2)
+    assert graphs.capture_next()
+    assert not missed(graphs, 2)
+    assert missed(graphs, 4)
+    graphs.clear()
+    assert not graphs.wants_pause, "graphs that are forgotten are not wanted"
 
 
 def test_a_shape_whose_replay_differs_is_counted_and_not_used(make: Any) -> None:
