@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato.runtime.engine import Engine
 from ostinato.runtime.messages import CallDone, Sleep, Wake
+from ostinato.runtime.runner import StepShape
+from ostinato.runtime.scheduling.plan import Plan
 from tests.support.engine_runs import BLOCK_BYTES, finish, generate, tokens_of
 from tests.support.grammar_runs import LateBackend, LateEngine, asked, grammar_engine
+from tests.support.no_gpu import TOKEN, HostEngine, NoGpuBackend, NoModel, config, request
 
 
 class PausingBackend(LateBackend):
@@ -96,3 +100,37 @@ def test_an_engine_that_sleeps_makes_no_pause(tmp_path: Path) -> None:
         call(engine, Wake(call_id=2))
         engine.step()
         assert engine.pauses == [0]
+
+
+def test_a_gpu_captures_what_it_missed_32_times_and_its_requests_keep_their_block_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, plans = StepShape(2, 2, 2), list[Plan]()
+    with HostEngine(NoModel(), config()) as engine:
+        backend = engine._backend
+        assert isinstance(backend, NoGpuBackend)
+        graphs, launch = backend._graphs, backend.launch
+
+        def capture(shape: StepShape) -> Any:
+            assert not engine._in_flight
+            graphs._prepare(shape)  # writes over buffers and tables of the two requests
+            return backend._replay(shape)
+
+        def launched(plan: Plan, *limits: Any) -> Any:
+            plans.append(plan)
+            return launch(plan, *limits)
+
+        del graphs._captured[pair]
+        graphs._waiting.append(pair)
+        monkeypatch.setattr(graphs, "_capture", capture)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(backend, "launch", launched)
+        requests = [request(name, 60, prompt=200) for name in ("a", "b")]
+        assert generate(engine, *requests) == {"a": [TOKEN] * 60, "b": [TOKEN] * 60}
+        assert dict(graphs.eager) == {"not_captured": 32}
+        (last,) = [plan for plan in plans if plan.step == max(one.step for one in plans)]
+        for row, entry in enumerate(last.entries):
+            held = backend._buffers.tables[row, : len(entry.block_ids)].tolist()
+            assert held == list(entry.block_ids)
+            assert any(held)
