@@ -179,3 +179,14 @@ def test_attention_that_a_dry_run_asked_for_is_measured_before_the_run_in_earnes
     target.make_kernels([], EngineConfig(max_model_len=700, graph=GraphConfig(tune_s=5)), facts)
     assert known == [{}, {step: "triton"}]
     assert attention_choice.read(tmp_path) == {step: "triton"}
+
+
+def test_without_time_no_attention_is_measured(
+    target: GpuTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target._attention.attentions.add(Attention(4, 2, 16, 16, 4, "float32", 0, 0.0, False))
+    monkeypatch.setattr(gpu_target.attention_tuning, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(gpu_target, "rehearse", rehearsed(["old"]))
+    target.make_kernels([], UNTUNED, None)  # type: ignore[arg-type]  # facts are for the back end
+    assert attention_choice.read(tmp_path) == {}
+    assert not (tmp_path / attention_choice.FILE).exists()

@@ -145,6 +145,20 @@ def test_a_worker_that_hangs_is_an_error_and_is_killed(idle: Path, monkeypatch: 
     assert all(is_gone(pid) for pid in idle.read_text().split())
 
 
+@pytest.mark.usefixtures("idle")
+def test_nothing_is_begun_once_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [0.0], []
+
+    def ask(process: object, variant: Variant, capability: int) -> tuple[str, bytes]:
+        clock[0] += 2.0
+        asked.append(variant)
+        return variant.key, b""
+
+    monkeypatch.setattr(kernel_workers, "_ask", ask)
+    monkeypatch.setattr(kernel_workers.time, "monotonic", lambda: clock[0])
+    assert len(list(compile_all([PENDING] * 5, 90, workers=1, until=3.0))) == len(asked) == 2
+
+
 def test_nothing_to_compile_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert list(compile_all([], 90)) == []

@@ -32,6 +32,7 @@ def test_the_default_stays_unless_another_is_faster_by_more_than_noise() -> None
     assert choose({USUAL: [10.0] * 5, FAST: [9.95] * 5}, USUAL) == USUAL  # under a percent
     noisy = [9.0, 8.0, 10.5, 9.7, 11.0]
     assert choose({USUAL: [10.0, 9.0, 11.0, 10.5, 9.5], FAST: noisy}, USUAL) == USUAL
+    assert choose({USUAL: [10.0, 9.0, 11.0, 10.5, 9.5], FAST: [9.6] * 5}, USUAL) == USUAL
     assert choose({FAST: [9.0] * 5, None: [8.0] * 5}, USUAL) is None  # the default was left out
 
 
@@ -41,6 +42,8 @@ class Stage:
     def __init__(self) -> None:
         self.us: Callable[[Way], float] = lambda way: 10.0
         self.asked: list[Variant] = []
+        self.until = 0.0
+        self.races: list[list[Way]] = []
         self.refused: set[str] = set()  # parts of keys that the compiler does not take
         self.carveouts: set[int] = set()
 
@@ -48,6 +51,7 @@ class Stage:
         self, variants: Sequence[Variant], capability: int, *, refused: dict[str, str], until: float
     ) -> Iterator[tuple[Binary, bytes]]:
         self.asked += variants
+        self.until = until
         for variant in variants:
             if any(part in variant.key for part in self.refused):
                 refused[variant.key] = "ptxas is not amused"
@@ -73,6 +77,7 @@ class Stage:
         return None
 
     def race(self, graphs: Sequence[Way], num_bytes: None, rounds: int, run_ms: float) -> list[list[float]]:
+        self.races.append([*graphs])
         return [[self.us(way) * 16 / 1e3] * rounds for way in graphs]  # calls in a chain
 
 
@@ -105,10 +110,10 @@ def by_tokens(tuned: Tuned) -> dict[int, tuning.Choice]:
 
 
 def test_the_fastest_way_of_each_class_becomes_a_row_with_its_times(
-    stage: Stage, layers: list[Layer]
+    stage: Stage, layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.us = {USUAL: 10.0, FAST: 7.0, OTHER: 8.0, None: 9.0}.__getitem__
-    before = STORE.carveout
+    monkeypatch.setattr(STORE, "carveout", 37)
     tuned = tune_layers(layers, {}, AMPERE, 60.0)
     assert by_tokens(tuned) == {1: choice_of(FAST), 4: choice_of(FAST)}
     row = tuned.rows[0]
@@ -117,7 +122,7 @@ def test_the_fastest_way_of_each_class_becomes_a_row_with_its_times(
     assert tuned.about == {"shapes": 2, "not_default": 2, "seconds": round(tuned.seconds, 1)}
     assert tuned.num_candidates == 8
     assert stage.carveouts == {50, 100}  # of one token, of more
-    assert STORE.carveout == before
+    assert STORE.carveout == 37
     # three configurations, with and without a sum, for one token and for four
     assert tuned.num_variants == len(stage.asked) == 12
 
@@ -129,6 +134,26 @@ def test_the_parts_can_be_fastest_and_the_default_can_stay(stage: Stage, layers:
     tuned = tune_layers(layers, {}, AMPERE, 60.0)
     assert by_tokens(tuned) == dict.fromkeys((1, 4), choice_of(USUAL))
     assert tuned.about["not_default"] == 0
+
+
+def test_after_a_look_the_best_two_race_with_the_default_and_the_parts(
+    stage: Stage, layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = USUAL._replace(rows=16)
+    monkeypatch.setattr(layer_tuning, "candidates", lambda *_: [USUAL, slow, OTHER, FAST, None])
+    stage.us = {USUAL: 10.0, FAST: 7.0, OTHER: 8.0, slow: 8.5, None: 9.0}.__getitem__
+    tune_layers(layers, {layers[0].shape(1): tuning.BY_PARTS}, AMPERE, 60.0)
+    looks, final = stage.races
+    assert looks == [slow, OTHER, FAST]
+    assert sorted(map(str, final)) == sorted(map(str, [USUAL, FAST, OTHER, None]))
+
+
+def test_most_of_the_time_is_for_compiling_and_the_rest_for_races(
+    stage: Stage, layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_tuning.time, "monotonic", lambda: 1000.0)
+    tune_layers(layers, {}, AMPERE, 100.0)
+    assert stage.until == 1060.0
 
 
 def test_only_what_the_table_lacks_is_measured(stage: Stage, layers: list[Layer]) -> None:
@@ -179,6 +204,17 @@ def test_candidates_that_fail_or_cannot_be_compiled_are_left_out(
     assert f"{FAST} is left out: ptxas is not amused" in caplog.text
     assert f"{OTHER} is left out: CUDA error: too many resources" in caplog.text
     assert len(caplog.messages) == 4
+
+
+def test_a_default_that_cannot_be_compiled_has_no_contest(
+    stage: Stage, layers: list[Layer], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert USUAL.rows not in (FAST.rows, OTHER.rows)
+    stage.refused = {f"BLOCK_R={USUAL.rows}"}
+    with caplog.at_level(logging.WARNING):
+        tuned = tune_layers(layers, {}, AMPERE, 60.0)
+    assert (tuned.rows, stage.races) == ([], [])
+    assert caplog.messages[-1].endswith("(2: too few candidates could be compiled)")
 
 
 def no_memory(*_: object) -> Any:
