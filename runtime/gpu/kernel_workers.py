@@ -30,10 +30,15 @@ from ostinato.ops.kernel_store import Binary, Variant
 
 MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
 LONGEST_S = 300  # for one answer, which takes seconds; who takes longer hangs
+MOST_DEATHS = 3  # of workers in one place, each over its first variant
 
 
-class _Refused(ValueError):
+class _RefusedError(ValueError):
     """A compiler's error; the worker lives on."""
+
+
+class _DeadError(ValueError):
+    """A worker is gone, or says nothing any more."""
 
 
 class _Processes:
@@ -87,9 +92,10 @@ def compile_all(
 ) -> Iterator[tuple[Binary, bytes]]:
     """What each kernel's `compile` gives, in any order. `workers`: 0: as many as there are cores.
 
-    A variant that cannot be compiled is put into `refused` with the reason; without that it raises
-    CompileError, as a worker does that dies or says nothing for `LONGEST_S`. None is begun after `until`, a
-    time of `time.monotonic`. However it ends, also by Ctrl-C or SIGTERM, no worker is left.
+    A variant that cannot be compiled, over which a worker dies, or for which it says nothing for `LONGEST_S`,
+    is put into `refused` with the reason. Without `refused` it raises CompileError, and so do workers that
+    die one after the other. None is begun after `until`, a time of `time.monotonic`. However it ends, also by
+    Ctrl-C or SIGTERM, no worker is left.
     """
     if not variants or time.monotonic() >= until:
         return
@@ -115,23 +121,26 @@ def _work(
     refused: dict[str, str] | None,
     until: float,
 ) -> list[tuple[Binary, bytes]]:
-    """One worker, from start to end. A failure empties the queue, so that the others end soon."""
-    made = []
-    variant = None
+    """One worker, and another where it dies over a variant that may be refused.
+
+    A failure empties the queue, so that the others end soon.
+    """
+    made: list[tuple[Binary, bytes]] = []
+    asked: list[Variant] = []
+    deaths = 0  # one after the other: no worker can live here
     with tempfile.TemporaryFile() as said:
         try:
-            with processes.start(said) as process:
-                while time.monotonic() < until:
-                    try:
-                        variant = waiting.get_nowait()
-                    except queue.Empty:
-                        break
-                    try:
-                        made.append(_ask(process, variant, capability))
-                    except _Refused as error:
-                        if refused is None:
-                            raise
-                        refused[variant.key] = str(error)
+            while True:
+                before = len(asked)
+                try:
+                    with processes.start(said) as process:
+                        _feed(process, waiting, asked, made, capability, refused, until)
+                    break
+                except _DeadError as error:
+                    deaths = deaths + 1 if len(asked) == before + 1 else 1
+                    if refused is None or deaths == MOST_DEATHS:
+                        raise
+                    refused[asked[-1].key] = f"the compiling process ended: {error}"
         except (OSError, ValueError) as error:
             with suppress(queue.Empty):
                 while True:
@@ -139,10 +148,36 @@ def _work(
             said.seek(0)
             last = said.read().decode(errors="replace").strip().splitlines()[-3:]
             raise CompileError(
-                f"kernel {variant and variant.key} could not be compiled: {error}; "
+                f"kernel {asked and asked[-1].key} could not be compiled: {error}; "
                 f"the compiling process said: {' / '.join(last) or 'nothing'}"
             ) from error
     return made
+
+
+def _feed(
+    process: subprocess.Popen[str],
+    waiting: queue.SimpleQueue[Variant],
+    asked: list[Variant],
+    made: list[tuple[Binary, bytes]],
+    capability: int,
+    refused: dict[str, str] | None,
+    until: float,
+) -> None:
+    """Ask one worker until nothing waits. Raises _DeadError over the last variant in `asked`."""
+    while time.monotonic() < until:
+        try:
+            variant = waiting.get_nowait()
+        except queue.Empty:
+            return
+        asked.append(variant)
+        try:
+            made.append(_ask(process, variant, capability))
+        except _RefusedError as error:
+            if refused is None:
+                raise
+            refused[variant.key] = str(error)
+        except (OSError, ValueError) as error:
+            raise _DeadError(str(error)) from error
 
 
 def _ask(process: subprocess.Popen[str], variant: Variant, capability: int) -> tuple[Binary, bytes]:
@@ -158,7 +193,7 @@ def _ask(process: subprocess.Popen[str], variant: Variant, capability: int) -> t
         raise ValueError("no answer")
     answer = json.loads(line)
     if "error" in answer:
-        raise _Refused(answer["error"])
+        raise _RefusedError(answer["error"])
     return Binary.model_validate(answer["binary"]), base64.b64decode(answer["cubin"])
 
 

@@ -101,6 +101,41 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(monkeypatch: pytest.Monke
         list(compile_all([PENDING], 90, workers=1))
 
 
+MORTAL = """#!{python}
+import sys
+sys.argv = ["kernel_workers"]
+from ostinato.ops import take_pending
+from ostinato.runtime.gpu import kernel_workers
+if not hasattr(take_pending, "_aborts"):
+    class Aborts:
+        def compile(self, *_):
+            import os
+            os.abort()
+    take_pending._aborts = Aborts()
+kernel_workers.main()
+"""
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_compiler_that_aborts_costs_its_kernel_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "worker"
+    script.write_text(MORTAL.format(python=sys.executable))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    deadly = [PENDING._replace(key=f"deadly {at}", function="_aborts") for at in range(2)]
+    refused: dict[str, str] = {}
+    made = list(compile_all([*deadly, PENDING], 90, workers=1, refused=refused))
+    assert [binary.key for binary, _ in made] == ["pending"]
+    assert refused == dict.fromkeys(("deadly 0", "deadly 1"), "the compiling process ended: no answer")
+    with pytest.raises(CompileError, match=r"kernel deadly 0 could not be compiled: .*no answer"):
+        list(compile_all(deadly, 90, workers=1))
+    three = [PENDING._replace(key=f"deadly {at}", function="_aborts") for at in range(3)]
+    with pytest.raises(CompileError, match="kernel deadly 2 could not be compiled"):
+        list(compile_all([*three, PENDING], 90, workers=1, refused={}))
+
+
 IDLE = """#!/bin/sh
 echo $$ >> {pids}
 exec sleep 600
