@@ -52,7 +52,8 @@ class Target(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     machine: str = Field(description="as platform.machine() says, e.g. x86_64")
     features: tuple[str, ...] = Field(
-        description="processor features that the kernels use; of a GPU its compute capability, e.g. sm_90"
+        description="processor features that the kernels use; of a GPU its compute capability and size, e.g. "
+        "sm_90 and 132 multiprocessors"
     )
 
 
@@ -161,8 +162,10 @@ class LoadedModel:
 def this_target(device: torch.device) -> Target:
     """The machine that this process runs on, as far as code for a device depends on it."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return Target(device="cuda", machine=platform.machine(), features=(f"sm_{major}{minor}",))
+        found = torch.cuda.get_device_properties(device)
+        # how work is dealt out depends on the number of multiprocessors, and so do the kernels that are there
+        features = f"sm_{found.major}{found.minor}", f"{found.multi_processor_count} multiprocessors"
+        return Target(device="cuda", machine=platform.machine(), features=features)
     return Target(machine=platform.machine(), features=tuple(native.cpu_features()))
 
 

@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -127,8 +128,9 @@ def compile_key(source: ModelSource, config: EngineConfig) -> str:
 
 
 def _gpu_parts(device: torch.device) -> list[str]:
-    """What decides what is measured: its name, which also names its table, and the library that may win."""
-    return [torch.cuda.get_device_name(device), fa3_attention.installed_version()]
+    """What decides kernels and measurements: the GPU's name, which also names its table; versions."""
+    versions = metadata.version("triton"), fa3_attention.installed_version()
+    return [torch.cuda.get_device_name(device), *versions]
 
 
 def _code_hash() -> str:

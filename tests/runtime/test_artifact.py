@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ostinato.ops.step_inputs import StepInputs
 from ostinato.runtime.artifact import (
     LoadedModel,
     PlanRecord,
+    check_fit,
     compile_options,
     load_artifact,
     read_manifest,
@@ -312,12 +314,31 @@ def test_a_config_of_another_size_is_refused_before_anything_is_computed(model, 
         compile_model(wide, tmp_path / "out")
 
 
+HOPPER = ["sm_90", "132 multiprocessors"]
+
+
+def hopper(places):
+    found = SimpleNamespace(major=9, minor=0, multi_processor_count=places)
+    return lambda _: found
+
+
+def test_a_gpu_of_another_size_is_refused_for_its_kernels_may_be_others(copy, monkeypatch):
+    here = read_manifest(copy)
+    edit_manifest(copy, target={**here.target.model_dump(), "device": "cuda", "features": HOPPER})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", hopper(114))  # a PCIe card
+    with pytest.raises(ArtifactError, match="processor features: artifact 132 multiprocessors, here absent"):
+        check_fit(read_manifest(copy))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", hopper(132))
+    check_fit(read_manifest(copy))
+
+
 def test_kernels_of_a_gpu_fit_one_size_of_block_and_another_is_refused(copy, monkeypatch):
     here = read_manifest(copy)
-    target = {**here.target.model_dump(), "device": "cuda", "features": ["sm_90"]}
+    target = {**here.target.model_dump(), "device": "cuda", "features": HOPPER}
     edit_manifest(copy, target=target, options={**here.options, "kv.block_tokens": 32})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", hopper(132))
     with pytest.raises(ArtifactError, match=r"kernels are for kv\.block_tokens=32, not 16; serve it with 32"):
         load_artifact(copy, EngineConfig())
     assert compile_options(EngineConfig(), "cuda")["kv.block_tokens"] == 16

@@ -100,12 +100,14 @@ def test_another_torch_transformers_or_processor_counts(original: Path, monkeypa
     assert len(before) == 4
 
 
-def test_for_a_gpu_its_name_and_the_library_that_may_attend_count(
+def test_for_a_gpu_its_name_triton_and_the_library_that_may_attend_count(
     original: Path, monkeypatch: pytest.MonkeyPatch
 ):
     version, gpu = "3.1", "NVIDIA H200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
+    triton = "3.6.0"
     monkeypatch.setattr(compile.fa3_attention, "installed_version", lambda: version)
+    monkeypatch.setattr(compile.metadata, "version", lambda package: {"triton": triton}[package])
     on_cpu = key(original)
     monkeypatch.setattr(compile, "chosen_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(compile, "this_target", lambda _: artifact.this_target(torch.device("cpu")))
@@ -114,7 +116,9 @@ def test_for_a_gpu_its_name_and_the_library_that_may_attend_count(
     assert key(original) != on_gpu
     version, gpu = "3.1", "NVIDIA H100 PCIe"
     assert key(original) != on_gpu
-    gpu = "NVIDIA H200"
+    gpu, triton = "NVIDIA H200", "3.7.0"
+    assert key(original) != on_gpu
+    triton = "3.6.0"
     assert key(original, max_model_len=100) == on_gpu
     monkeypatch.undo()
     assert key(original) == on_cpu
