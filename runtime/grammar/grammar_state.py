@@ -77,7 +77,6 @@ class GrammarState:
         self._unless = sampling.grammar_unless if self._after else ()
         self._at_start = bool(self._unless)
         self.is_active = not self._after or self._at_start
-        self._taken = 0  # tokens that the matcher has
 
     @property
     def full_mask(self) -> Mask:
@@ -104,15 +103,7 @@ class GrammarState:
         if not self.matcher.consume_token(token):
             self.error = OwnFault(f"the answer left its grammar at token {token}: {self._why()}")
             return False
-        self._taken += 1
         return True
-
-    def rewind(self, tokens: int) -> None:
-        """Take back the last tokens that the grammar took; the mask is to be refreshed."""
-        if tokens > self._taken or not self.matcher.rollback(tokens):
-            raise ValueError(f"{tokens} tokens cannot be taken back, the grammar has {self._taken}")
-        self._taken -= tokens
-        self.ended = False
 
     def refresh(self) -> None:
         """Compute the mask of the next token."""

@@ -142,25 +142,6 @@ def test_where_thinking_is_free_to_begin_the_first_token_decides(compiler: Gramm
     assert does_not.ended
 
 
-def test_tokens_are_taken_back_one_by_one_to_the_very_same_masks(compiler: GrammarCompiler):
-    state = started(compiler, "(xy|xz)+w")
-    masks = [allowed(state)]
-    for letter in "xyxzxyw":
-        take(state, letter)
-        masks.append(allowed(state))
-    assert state.ended
-    state.rewind(1)
-    state.refresh()
-    assert (state.ended, allowed(state)) == (False, masks[6])
-    state.rewind(4)
-    state.refresh()
-    assert allowed(state) == masks[2]
-    take(state, "xzw")
-    assert state.ended
-    with pytest.raises(ValueError, match="6 tokens cannot be taken back, the grammar has 5"):
-        state.rewind(6)
-
-
 def test_logits_may_be_fewer_than_the_tokenizers_tokens(compiler: GrammarCompiler):
     vocab = 100
     state = started(compiler, "[a-zé]+", vocab=vocab)
