@@ -193,9 +193,8 @@ class Engine:
         self._sizer.grow(self._scheduler.blocks_wanted())
         if not self._in_flight:
             self._pause()
-        plan = None
-        if not self._wants_pause() and not self._sleeper.level:
-            plan = self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
+        must_wait = self._sizer.wants_quiet or self._backend.wants_pause or self._sleeper.level
+        plan = None if must_wait else self._scheduler.next_plan(growth_pending=self._sizer.may_grow)
         events += [self._event(outcome) for outcome in self._scheduler.take_ended()]
         if plan is not None:
             events += self._launch(plan)
@@ -368,10 +367,6 @@ class Engine:
         """Move KV to other blocks, on the device and in the block tables. No step is in flight."""
         copy_blocks(self._memory.planes(), moves)
         self._scheduler.move_blocks(moves)
-
-    def _wants_pause(self) -> bool:
-        """Whether something waits for the moment when no step is in flight."""
-        return self._sizer.wants_quiet or (self._backend.wants_pause and not self._sleeper.level)
 
     def _pause(self) -> None:
         """Do what waits for this moment. No step is in flight."""

@@ -46,7 +46,7 @@ _CHECK_CONTEXT = 37  # tokens of KV before those of the step, in the check of a 
 
 
 def step_carveout(num_tokens: int) -> int:
-    """Percent of L1 that kernels of a step want as shared memory: 6 % of one of one token (docs/log.md)."""
+    """Percent of L1 that kernels of a step want as shared memory; for one token as engines were fastest."""
     return 50 if num_tokens == 1 else 100
 
 
