@@ -25,7 +25,7 @@ from benchmarks.gpu_graphs import RUN_MS, captured, race
 from benchmarks.record import Row, write_record
 from ostinato.ops import sample, token_scores
 from ostinato.runtime.messages import SamplingParams
-from ostinato.runtime.sampling.device_sampler import DeviceSampler, ScoredRow, StagedRow
+from ostinato.runtime.sampling.device_sampler import DeviceSampler, ScoredRow
 
 CHAIN = 10  # calls of ours in one graph; a sort takes long enough alone
 REPLAYS = {1: 20, 32: 4}  # of a graph in one sample, by rows
@@ -48,12 +48,13 @@ class Case:
         self.logits = [(torch.randn(num_rows, vocab, device="cuda") * spread).bfloat16() for _ in range(2)]
         self.sampler = DeviceSampler(vocab, frozenset(), num_rows, torch.device("cuda"))
         greedy = KINDS["greedy"][1]
-        staged = []
-        for row in range(num_rows):
-            chosen = greedy if kind == "mixed" and row % 8 else params
-            staged.append(StagedRow(row, self.sampler.open(f"r{row}", chosen, row, ()), 0))
+        slots = [
+            self.sampler.open(f"r{row}", greedy if kind == "mixed" and row % 8 else params, row, ())
+            for row in range(num_rows)
+        ]
+        chosen = self.sampler.choose(num_rows, range(num_rows), slots)
         words = np.empty(self.sampler.staged_words(num_rows), np.int64)
-        self.sampler.stage(words, staged)
+        self.sampler.stage(words, chosen, [0] * num_rows)
         self.rows = torch.from_numpy(words).cuda()
         self.last_tokens, self.tokens = torch.zeros(2, num_rows, dtype=torch.int64, device="cuda")
         self.status = torch.zeros(num_rows, dtype=torch.int32, device="cuda")

@@ -69,9 +69,11 @@ def parts_us(batch: int) -> dict[str, float]:
     """Where a turn of the engine spends its time; a part's own time, without the parts inside it."""
     spent: dict[str, float] = defaultdict(float)
     inside: list[float] = []
+    watched_parts: set[str] = set()
 
     def watch(owner: Any, name: str, part: str) -> None:
         plain = getattr(owner, name)
+        watched_parts.add(part)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             inside.append(0.0)
@@ -105,6 +107,8 @@ def parts_us(batch: int) -> dict[str, float]:
         spent.clear()
         for _ in range(ROUNDS * STEPS):
             engine.step()
+    if idle := sorted(watched_parts - spent.keys()):
+        raise RuntimeError(f"never called: {', '.join(idle)}; its row would be missing from the record")
     return {part: took / (ROUNDS * STEPS) * 1e6 for part, took in sorted(spent.items())}
 
 

@@ -158,7 +158,7 @@ class GpuBackend:
             host = self._buffers.host(shape)
             self._buffers.fill(plan, shape, rows.slots, host, every_wanted=fit.every_wanted, columns=columns)
             positions = _sampled(columns.output_index, rows.samples)
-            self._sampler.stage_again(host.samples, rows.chosen, positions)
+            self._sampler.stage(host.samples, rows.chosen, positions)
             if limits:
                 limited = [
                     (at, limits[name])

@@ -2,7 +2,7 @@
 
     open        a request gets a slot, and memory on the device if it has penalties, bias or min_tokens
     choose      the rows of logits that are sampled, for all steps in which these requests have these rows
-    stage_again in each step: the part of its host buffer that says how they are sampled (`stage`: both)
+    stage       in each step: the part of its host buffer that says how they are sampled
     allow       behind that, for rows with a grammar or a budget: which tokens may come, or must
     bar_words   ahead of the graph, only for a step in which rows have bad words of several tokens
     launch      after the model, inside the captured graph: tokens, status, and the newest token by slot
@@ -38,14 +38,6 @@ from ostinato.runtime.token_limits import Limit
 
 Ints = NDArray[np.int64]
 _FEW = 8  # rows up to which Python's integers are faster than numpy's calls
-
-
-class StagedRow(NamedTuple):
-    """A row of logits that is sampled: its place, its request's slot, the token's index in the answer."""
-
-    place: int
-    slot: int
-    position: int
 
 
 class ChosenRows(NamedTuple):
@@ -229,8 +221,11 @@ class DeviceSampler:
             is_front=list(places) == list(range(len(places))),
         )
 
-    def stage_again(self, words: Ints, rows: ChosenRows, positions: Sequence[int]) -> None:
-        """`stage` for rows that were chosen before; `positions`: of each, the token's index in its answer."""
+    def stage(self, words: Ints, rows: ChosenRows, positions: Sequence[int]) -> None:
+        """Write the parameters of a step into its host buffer, int64 [staged_words(R)].
+
+        `positions`: of each row, the token's index in its answer. Rows that were not chosen sample nothing.
+        """
         words[:] = rows.words
         count = len(positions)
         if count <= _FEW:  # python is faster than ten numpy calls
@@ -251,14 +246,6 @@ class DeviceSampler:
                 return
         is_early = np.array(positions, np.int64) < rows.min_tokens
         row_fields(words)["bias"][rows.place[is_early]] = self._early_bias[rows.slot[is_early]]
-
-    def stage(self, words: Ints, rows: Sequence[StagedRow]) -> None:
-        """Write the parameters of a step into its host buffer, int64 [staged_words(R)].
-
-        Rows of logits that are not named sample nothing.
-        """
-        chosen = self.choose(len(words) // WORDS, [row.place for row in rows], [row.slot for row in rows])
-        self.stage_again(words, chosen, [row.position for row in rows])
 
     def bar_words(self, rows: ChosenRows, positions: Sequence[int], last_tokens: Tensor) -> None:
         """Queue, ahead of `launch`, what bars the completion of bad words of several tokens.
@@ -353,7 +340,7 @@ class DeviceSampler:
 
 
 def sampling_error(status: int, position: int) -> str | None:
-    """What a row's status means for its request: None, or why it ends. `position` as in `StagedRow`."""
+    """What a row's status means for its request: None, or why it ends. `position`: as for `stage`."""
     if status == sample.OK:
         return None
     return bad_logits(position) if status == sample.BAD_LOGITS else NONE_ALLOWED

@@ -1,4 +1,4 @@
-"""A whole compile and engine that attend by FlashAttention-3 in every class of steps, where it is installed."""
+"""A whole compile and engine that attend by FlashAttention-3 in every class of steps, if it is installed."""
 
 from pathlib import Path
 from typing import Any

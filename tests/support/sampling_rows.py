@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.ops.launch import jit, tl
+from ostinato.ops.sample_rows import WORDS
 from ostinato.ops.token_noise import GAMMA, lead
 from ostinato.runtime.messages import SamplingParams
-from ostinato.runtime.sampling.device_sampler import DeviceSampler, StagedRow
+from ostinato.runtime.sampling.device_sampler import ChosenRows, DeviceSampler
 from ostinato.runtime.sampling.sampling_rng import mix64, random_bits
 
 FILTERS: tuple[dict[str, object], ...] = (
@@ -27,6 +30,22 @@ FILTERS: tuple[dict[str, object], ...] = (
     {"top_p": 0.999},
     {"top_k": 1},
 )
+
+
+class StagedRow(NamedTuple):
+    """A row of logits that is sampled: its place, its request's slot, the token's index in the answer."""
+
+    place: int
+    slot: int
+    position: int
+
+
+def stage_rows(sampler: DeviceSampler, words: NDArray[np.int64], rows: Sequence[StagedRow]) -> ChosenRows:
+    """Choose and stage them for one step."""
+    num_rows = len(words) // WORDS
+    chosen = sampler.choose(num_rows, [row.place for row in rows], [row.slot for row in rows])
+    sampler.stage(words, chosen, [row.position for row in rows])
+    return chosen
 
 
 class Staged:
@@ -51,7 +70,7 @@ class Staged:
             if p is not None
         ]
         words = np.full(self.sampler.staged_words(len(params)), -1, np.int64)
-        self.sampler.stage(words, rows)
+        stage_rows(self.sampler, words, rows)
         self.rows = torch.from_numpy(words).to(device)
         self.tokens = torch.full((len(params),), -7, device=device)
         self.status = torch.full((len(params),), -7, dtype=torch.int32, device=device)

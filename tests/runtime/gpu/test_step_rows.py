@@ -11,10 +11,10 @@ from ostinato.runtime.frames import Events
 from ostinato.runtime.gpu.step_buffers import StepBuffers
 from ostinato.runtime.messages import Abort
 from ostinato.runtime.runner import StepShape
-from ostinato.runtime.sampling.device_sampler import StagedRow
 from ostinato.runtime.scheduling.plan import PENDING, Plan, PlanEntry
 from ostinato.runtime.token_limits import Limit
 from tests.support.no_gpu import HostEngine, NoGpuBackend, NoModel, config, request
+from tests.support.sampling_rows import StagedRow, stage_rows
 
 
 def assert_laid_out(
@@ -77,7 +77,7 @@ class Watched:
             if entry.samples:
                 rows.append(StagedRow(end - 1 if scored else index, slot, entry.output_index))
         words = np.full(len(samples), -1, np.int64)
-        self.backend._sampler.stage(words, rows)
+        stage_rows(self.backend._sampler, words, rows)
         assert samples.tolist() == words.tolist()
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from ostinato.errors import EngineError
 from ostinato.ops.sample_rows import row_fields
 from ostinato.runtime.messages import SamplingParams, TokenLogprob
-from ostinato.runtime.sampling.device_sampler import DeviceSampler, ScoredRow, StagedRow, sampling_error
+from ostinato.runtime.sampling.device_sampler import DeviceSampler, ScoredRow, sampling_error
 from ostinato.runtime.sampling.logprobs import token_logprobs
 from ostinato.runtime.sampling.sampler import Sampler, SampleRow
 from ostinato.runtime.sampling.sampling_rng import bits_at, random_bits, seed_bits, vector_bits
-from tests.support.sampling_rows import settings
+from tests.support.sampling_rows import StagedRow, settings, stage_rows
 
 VOCAB, EOS = 40, frozenset({3})
 PROMPT = (5, 9, 5, 44)  # 44 has an embedding and no logit
@@ -53,7 +53,7 @@ class Steps:
             for at, (name, position) in enumerate(zip(names, positions, strict=True))
             if name is not None
         ]
-        self.sampler.stage(words, rows)
+        stage_rows(self.sampler, words, rows)
         chosen = self.sampler.choose(len(names), [row.place for row in rows], [row.slot for row in rows])
         self.sampler.bar_words(chosen, [row.position for row in rows], self.last_tokens)
         self.tokens = torch.empty(len(names), dtype=torch.int64, device=self.device)
@@ -134,7 +134,7 @@ def test_staged_numbers_are_those_of_seed_and_position() -> None:
     sampler = DeviceSampler(VOCAB, EOS, 2, torch.device("cpu"))
     slot = sampler.open("r", settings(top_k=VOCAB + 1, top_p=0.25), 9, ())
     words = np.full(sampler.staged_words(3), -1, np.int64)
-    sampler.stage(words, [StagedRow(1, slot, 6)])
+    stage_rows(sampler, words, [StagedRow(1, slot, 6)])
     fields = row_fields(words)
     assert fields["random_bits"].view(np.uint64).tolist() == [0, random_bits(9, 6), 0]
     assert fields["kind"].tolist() == [0, 2, 0]
@@ -243,8 +243,10 @@ def test_rows_that_are_chosen_once_are_staged_as_if_they_were_new(size: int) -> 
         for _ in range(4):
             positions = draw.integers(0, 5, size).tolist()
             words, again = (np.full(sampler.staged_words(size + 3), -1, np.int64) for _ in range(2))
-            sampler.stage(words, [StagedRow(*row) for row in zip(places, slots, positions, strict=True)])
-            sampler.stage_again(again, chosen, positions)
+            stage_rows(
+                sampler, words, [StagedRow(*row) for row in zip(places, slots, positions, strict=True)]
+            )
+            sampler.stage(again, chosen, positions)
             assert again.tolist() == words.tolist()
             biases = row_fields(words)["bias"]
             for place, slot, position in zip(places, slots, positions, strict=True):

@@ -7,9 +7,9 @@ import torch
 from ostinato.ops.sample_rows import row_fields
 from ostinato.runtime.grammar.grammar_state import Mask, mask_words
 from ostinato.runtime.sampling.device_masks import DeviceMasks
-from ostinato.runtime.sampling.device_sampler import DeviceSampler, StagedRow
+from ostinato.runtime.sampling.device_sampler import DeviceSampler
 from ostinato.runtime.sampling.sampler import NONE_ALLOWED, Sampler, SampleRow
-from tests.support.sampling_rows import FILTERS, settings
+from tests.support.sampling_rows import FILTERS, StagedRow, settings, stage_rows
 
 VOCAB = 140
 
@@ -32,7 +32,7 @@ def test_cpu_and_device_draw_the_same_allowed_tokens():
     device = DeviceSampler(VOCAB, frozenset(), len(params), torch.device("cpu"))
     staged = [StagedRow(at, device.open(f"r{at}", p, at, ()), 0) for at, p in enumerate(params)]
     words = np.zeros(device.staged_words(len(params)), np.int64)
-    device.stage(words, staged)
+    stage_rows(device, words, staged)
     places = [at for at, mask in enumerate(masks) if mask is not None]
     device.allow(words, places, [mask for mask in masks if mask is not None])
     tokens, status = torch.zeros(len(params), dtype=torch.int64), torch.zeros(len(params), dtype=torch.int32)
@@ -63,7 +63,7 @@ def test_masks_of_three_steps_do_not_share_host_memory_and_rows_without_one_have
     sampler = DeviceSampler(VOCAB, frozenset(), 4, torch.device("cpu"), max_rows=2)
     slots = [sampler.open(name, settings(), 0, ()) for name in "ab"]
     words = np.zeros(sampler.staged_words(3), np.int64)
-    sampler.stage(words, [StagedRow(0, slots[0], 0), StagedRow(2, slots[1], 0)])
+    stage_rows(sampler, words, [StagedRow(0, slots[0], 0), StagedRow(2, slots[1], 0)])
     assert row_fields(words)["mask"].tolist() == [0, 0, 0]
     sampler.allow(words, [2], [mask_of([1])])
     addresses = row_fields(words)["mask"].tolist()

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from ostinato.runtime.messages import SamplingParams
-from ostinato.runtime.sampling.device_sampler import DeviceSampler, StagedRow
+from ostinato.runtime.sampling.device_sampler import DeviceSampler
 from ostinato.runtime.sampling.sampler import NONE_ALLOWED, Sampler, SampleRow, bad_logits
 from ostinato.runtime.token_limits import Limit, mask_without
-from tests.support.sampling_rows import settings
+from tests.support.sampling_rows import StagedRow, settings, stage_rows
 
 VOCAB, EOS, FORCED = 140, 1, 77
 AGAINST = {
@@ -33,7 +33,7 @@ def drawn_by_device(
     for step in range(steps):
         words = np.zeros(device.staged_words(count), np.int64)
         staged = [StagedRow(at, slot, step) for at, slot in enumerate(slots)]
-        device.stage(words, staged)
+        stage_rows(device, words, staged)
         places = [at for at, limit in enumerate(limits) if limit is not None]
         if places and step == 0:
             device.allow(words, places, [limit for limit in limits if limit is not None])
