@@ -4,8 +4,8 @@
         [--skip start prefill offline graph library] [--folder .cache/bench]
 
 Models have random weights; an artifact is compiled into the folder unless it is there and up to date.
-- start: a process that imports ostinato, loads the artifact and gives one token, from its start to that
-  token; weights in the page cache.
+- start: a process that imports ostinato (which imports torch when it loads), loads the artifact and gives one
+  token, from its start to that token; weights in the page cache.
 - capture: time and memory of the device that all captured shapes take.
 - decode: wall time between steps of the running engine at a context of about 512 tokens, greedy sampling
   included. Its captured graph alone is replayed on the inputs of the last of these steps, so it reads the
@@ -66,8 +66,6 @@ import sys, time
 def tell(what):
     print(f"{{time.time() - {began}:6.2f}} s: {{what}}", file=sys.stderr, flush=True)
 tell("python")
-import torch
-tell("torch")
 from ostinato import LLM, SamplingParams
 tell("ostinato")
 with LLM({path!r}, log_level={level!r}, max_model_len=8192) as llm:

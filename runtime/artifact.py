@@ -29,6 +29,7 @@ from ostinato.errors import ArtifactError, no_such_path
 from ostinato.graph.facts import ModelFacts
 from ostinato.ops import all_ops, native  # noqa: F401  # all_ops registers the operators
 from ostinato.ops.step_inputs import PoolInputs, StepInputs
+from ostinato.runtime.artifact_names import MANIFEST, WEIGHTS
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.file_hash import hash_file
 from ostinato.runtime.program import Bound, Program, bind
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-WEIGHTS = "weights.safetensors"
 SCHEMA = 2
 
 

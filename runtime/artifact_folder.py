@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ostinato.errors import ArtifactError, CompileError
-from ostinato.runtime.artifact import MANIFEST, Manifest, read_manifest, verify_files
+from ostinato.runtime.artifact import Manifest, read_manifest, verify_files
+from ostinato.runtime.artifact_names import MANIFEST
 
 log = logging.getLogger(__name__)
 

@@ -39,9 +39,7 @@ from ostinato.passes import pipeline
 from ostinato.passes.aliases import Aliases, written
 from ostinato.passes.base import PassReport
 from ostinato.runtime.artifact import (
-    MANIFEST,
     SCHEMA,
-    WEIGHTS,
     FileRecord,
     Manifest,
     PassRecord,
@@ -51,6 +49,7 @@ from ostinato.runtime.artifact import (
     this_target,
 )
 from ostinato.runtime.artifact_folder import make_parent, only_compiler_of, replace_folder, same_artifact
+from ostinato.runtime.artifact_names import MANIFEST, WEIGHTS
 from ostinato.runtime.compile_stages import Progress
 from ostinato.runtime.compile_target import CompileTarget, Plan, chosen_device, open_target
 from ostinato.runtime.config import EngineConfig

@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from ostinato.runtime.artifact import MANIFEST
+from ostinato.runtime.artifact_names import MANIFEST
 from ostinato.runtime.compile_stages import Progress
 from ostinato.runtime.config import EngineConfig
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from ostinato import log as logs
 from ostinato.errors import EngineDead, EngineError
-from ostinato.runtime.file_hash import hashes_ahead
 from ostinato.runtime.frames import FrameReader, FrameWriter, Message, Start
+from ostinato.runtime.load_ahead import load_ahead
 from ostinato.runtime.messages import Fatal, Order
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _serve(
         return
     logs.setup(start.config.log_level)
     folder = Path(start.artifact)
-    with hashes_ahead(folder) as digest:
+    with load_ahead(folder) as digest:
         # Imported here: the parent may hang up first, and importing torch takes a second.
         from ostinato.runtime.any_engine import make_engine
         from ostinato.runtime.cpu_threads import bound_threads, plan_threads

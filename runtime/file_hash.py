@@ -18,12 +18,6 @@ def hash_file(path: Path) -> str:
         return digest(path)
 
 
-def hashes_ahead(folder: Path) -> FileHashes:
-    """Hashes of an artifact's files, begun before torch is imported; of no file if it is not an artifact."""
-    paths = folder.rglob("*") if (folder / "manifest.json").is_file() else ()
-    return FileHashes(path for path in paths if path.is_file())
-
-
 class FileHashes:
     """Hashes files on threads of its own from the moment it is made: `hashes(path)` waits for the digest.
 

@@ -20,7 +20,6 @@ from ostinato import log as logs
 from ostinato.errors import ConfigError, InvalidRequest
 from ostinato.runtime.client import EngineClient
 from ostinato.runtime.config import EngineConfig, read_settings
-from ostinato.runtime.file_hash import hashes_ahead
 from ostinato.runtime.llm_arguments import (
     Message,
     check_queueing,
@@ -34,6 +33,7 @@ from ostinato.runtime.llm_arguments import (
     read_template_kwargs,
 )
 from ostinato.runtime.llm_session import Job, Session
+from ostinato.runtime.load_ahead import load_ahead
 from ostinato.runtime.messages import EngineInfo, EngineState, EngineStats, SamplingParams
 from ostinato.runtime.openmp_spin import shorten_spin
 from ostinato.runtime.request_output import (
@@ -80,7 +80,7 @@ class LLM:
         logs.setup(config.log_level)
         if "torch" not in sys.modules:
             shorten_spin(os.environ)
-        with hashes_ahead(Path(path).expanduser()) as digest:
+        with load_ahead(Path(path).expanduser()) as digest:
             # Imported here: a wrong setting is reported without waiting for torch, and after the lines above.
             with _collector_paused():
                 from ostinato.runtime.artifact import load_artifact

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ostinato.errors import ArtifactError, ConfigError
 from ostinato.graph.facts import PoolingFacts
-from ostinato.runtime.artifact import WEIGHTS, Manifest, check_fit, read_manifest, verify_files
+from ostinato.runtime.artifact import Manifest, check_fit, read_manifest, verify_files
+from ostinato.runtime.artifact_names import WEIGHTS
 from ostinato.runtime.weight_pack import load_packed
 from ostinato.tools.flags import user_path
 

@@ -17,7 +17,8 @@ from ostinato.errors import ArtifactError
 from ostinato.ops import all_ops, attention_choice, tuning, varlen_attention
 from ostinato.ops.kernel_store import STORE
 from ostinato.ops.step_inputs import PoolInputs, StepInputs
-from ostinato.runtime.artifact import WEIGHTS, Manifest, PlanRecord, read_program
+from ostinato.runtime.artifact import Manifest, PlanRecord, read_program
+from ostinato.runtime.artifact_names import WEIGHTS
 from ostinato.runtime.gpu.device_weights import DeviceWeights
 from ostinato.runtime.memory.vmm import VmmDriver
 from ostinato.runtime.memory.vmm_cuda import CudaVmm

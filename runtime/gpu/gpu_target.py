@@ -26,7 +26,8 @@ from ostinato.ops.kernel_store import STORE, capability
 from ostinato.ops.skinny_ways import most_tokens
 from ostinato.passes import pipeline
 from ostinato.passes.base import PassReport
-from ostinato.runtime.artifact import WEIGHTS, PlanRecord, Target, this_target
+from ostinato.runtime.artifact import PlanRecord, Target, this_target
+from ostinato.runtime.artifact_names import WEIGHTS
 from ostinato.runtime.compile_target import ANY, Plan
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu import attention_tuning

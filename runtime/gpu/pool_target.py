@@ -16,7 +16,8 @@ from torch import fx
 from ostinato.graph.capture import MAX_STEP_TOKENS
 from ostinato.graph.facts import ModelFacts
 from ostinato.passes.base import PassReport
-from ostinato.runtime.artifact import WEIGHTS, PlanRecord, Target, this_target
+from ostinato.runtime.artifact import PlanRecord, Target, this_target
+from ostinato.runtime.artifact_names import WEIGHTS
 from ostinato.runtime.compile_target import ANY, Plan
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.gpu.device_weights import DeviceWeights

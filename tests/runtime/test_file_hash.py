@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.runtime import file_hash
-from ostinato.runtime.file_hash import hash_file, hashes_ahead
+from ostinato.runtime.file_hash import FileHashes, hash_file
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +25,9 @@ def test_digest_is_that_of_the_digests_of_the_pieces(tmp_path: Path, content: by
     assert hash_file(tmp_path / "file") == pieces_hashed(content)
 
 
-def test_files_of_an_artifact_are_hashed_ahead_and_others_when_asked_for(tmp_path: Path):
-    (tmp_path / "made" / "deep").mkdir(parents=True)
-    (tmp_path / "made" / "deep" / "one").write_bytes(b"one and more")
-    (tmp_path / "made" / "manifest.json").write_text("{}")
+def test_files_are_hashed_ahead_and_others_when_asked_for(tmp_path: Path):
+    (tmp_path / "one").write_bytes(b"one and more")
     (tmp_path / "other").write_bytes(b"other")
-    with hashes_ahead(tmp_path / "made") as hashes:
-        assert hashes(tmp_path / "made" / "deep" / "one") == pieces_hashed(b"one and more")
+    with FileHashes([tmp_path / "one"]) as hashes:
+        assert hashes(tmp_path / "one") == pieces_hashed(b"one and more")
         assert hashes(tmp_path / "other") == pieces_hashed(b"other")
-
-
-def test_a_folder_that_is_not_there_has_no_files(tmp_path: Path):
-    with hashes_ahead(tmp_path / "absent") as hashes, pytest.raises(FileNotFoundError):
-        hashes(tmp_path / "absent" / "file")
