@@ -13,6 +13,7 @@ import math
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from ostinato.ops.kernel_store import Binary, Variant
 
 MOST = 16  # workers: each imports torch and triton first, 3 s and 0.5 GiB
 LONGEST_S = 300  # for one answer, which takes seconds; who takes longer hangs
-MOST_DEATHS = 3  # of workers in one place, each over its first variant
+MOST_DEATHS = 3  # of workers one after the other, each over its first variant
 
 
 class _RefusedError(ValueError):
@@ -63,14 +64,15 @@ class _Processes:
                 stderr=said,
                 env=environment,
                 text=True,
+                process_group=0,  # of its own, with the ptxas that it may have started
             )
             self._running.add(process)
         try:
             yield process
         finally:
-            process.kill()  # whatever it still does is of no use
-            with self._lock:
+            with self._lock:  # nobody kills it once it is waited for: its id may be another's then
                 self._running.remove(process)
+                _kill(process)  # whatever it still does is of no use
             with suppress(OSError), process:  # what it did not read goes nowhere
                 pass
 
@@ -79,7 +81,13 @@ class _Processes:
         with self._lock:
             self._is_over = True
             for process in self._running:
-                process.kill()
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With what it has started: a ptxas that hangs would stay. It was not waited for yet."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def compile_all(
@@ -93,9 +101,9 @@ def compile_all(
     """What each kernel's `compile` gives, in any order. `workers`: 0: as many as there are cores.
 
     A variant that cannot be compiled, over which a worker dies, or for which it says nothing for `LONGEST_S`,
-    is put into `refused` with the reason. Without `refused` it raises CompileError, and so do workers that
-    die one after the other. None is begun after `until`, a time of `time.monotonic`. However it ends, also by
-    Ctrl-C or SIGTERM, no worker is left.
+    is put into `refused` with the reason. Without `refused` it raises CompileError, and so do `MOST_DEATHS`
+    workers that die one after the other, and one that cannot be started. None is begun after `until`, a time
+    of `time.monotonic`. However it ends, also by Ctrl-C or SIGTERM, no worker is left.
     """
     if not variants or time.monotonic() >= until:
         return
@@ -127,7 +135,7 @@ def _work(
     """
     made: list[tuple[Binary, bytes]] = []
     asked: list[Variant] = []
-    deaths = 0  # one after the other: no worker can live here
+    deaths = 0  # of workers that compiled nothing: none can live here
     with tempfile.TemporaryFile() as said:
         try:
             while True:
@@ -137,7 +145,7 @@ def _work(
                         _feed(process, waiting, asked, made, capability, refused, until)
                     break
                 except _DeadError as error:
-                    deaths = deaths + 1 if len(asked) == before + 1 else 1
+                    deaths = deaths + 1 if len(asked) == before + 1 else 0
                     if refused is None or deaths == MOST_DEATHS:
                         raise
                     refused[asked[-1].key] = f"the compiling process ended: {error}"
@@ -147,8 +155,9 @@ def _work(
                     waiting.get_nowait()
             said.seek(0)
             last = said.read().decode(errors="replace").strip().splitlines()[-3:]
+            what = f"kernel {asked[-1].key}" if asked else "kernels"
             raise CompileError(
-                f"kernel {asked and asked[-1].key} could not be compiled: {error}; "
+                f"{what} could not be compiled: {error}; "
                 f"the compiling process said: {' / '.join(last) or 'nothing'}"
             ) from error
     return made

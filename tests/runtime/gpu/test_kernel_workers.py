@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -102,49 +104,111 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(monkeypatch: pytest.Monke
 
 
 MORTAL = """#!{python}
-import sys
-sys.argv = ["kernel_workers"]
-from ostinato.ops import take_pending
-from ostinato.runtime.gpu import kernel_workers
-if not hasattr(take_pending, "_aborts"):
-    class Aborts:
-        def compile(self, *_):
-            import os
-            os.abort()
-    take_pending._aborts = Aborts()
-kernel_workers.main()
+import json, os, signal, sys
+with open({pids!r}, "a") as pids:
+    print(os.getpid(), "TRITON_INTERPRET" in os.environ, file=pids)
+for line in sys.stdin:
+    key = json.loads(line)[1]
+    if key.startswith("deadly"):
+        print("LLVM ERROR: not amused", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    binary = dict(key=key, symbol="k", threads=32, shared=0, params=[], launch_pdl=False, offset=0, size=0)
+    print(json.dumps(dict(binary=binary, cubin="")), flush=True)
 """
 
 
-@pytest.mark.usefixtures("own_cache")
-def test_a_compiler_that_aborts_costs_its_kernel_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "worker"
-    script.write_text(MORTAL.format(python=sys.executable))
+@pytest.fixture
+def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Workers of a compiler that aborts over deadly variants; the file with their ids, and what they see."""
+    script, pids = tmp_path / "worker", tmp_path / "pids"
+    script.write_text(MORTAL.format(python=sys.executable, pids=str(pids)))
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    deadly = [PENDING._replace(key=f"deadly {at}", function="_aborts") for at in range(2)]
+    return pids
+
+
+def named(*keys: str) -> list[Variant]:
+    return [PENDING._replace(key=key) for key in keys]
+
+
+def compiled(variants: list[Variant], refused: dict[str, str] | None = None, workers: int = 1) -> list[str]:
+    return [binary.key for binary, _ in compile_all(variants, 90, workers=workers, refused=refused)]
+
+
+@pytest.mark.usefixtures("mortal")
+def test_a_compiler_that_aborts_costs_its_kernel_alone() -> None:
     refused: dict[str, str] = {}
-    made = list(compile_all([*deadly, PENDING], 90, workers=1, refused=refused))
-    assert [binary.key for binary, _ in made] == ["pending"]
-    assert refused == dict.fromkeys(("deadly 0", "deadly 1"), "the compiling process ended: no answer")
-    with pytest.raises(CompileError, match=r"kernel deadly 0 could not be compiled: .*no answer"):
-        list(compile_all(deadly, 90, workers=1))
-    three = [PENDING._replace(key=f"deadly {at}", function="_aborts") for at in range(3)]
-    with pytest.raises(CompileError, match="kernel deadly 2 could not be compiled"):
-        list(compile_all([*three, PENDING], 90, workers=1, refused={}))
+    keys = ["deadly 0", "deadly 1", "good 0", "deadly 2", "deadly 3", "deadly 4", "good 1"]
+    assert compiled(named(*keys), refused) == ["good 0", "good 1"]
+    assert list(refused) == [f"deadly {at}" for at in range(5)]
+    assert set(refused.values()) == {"the compiling process ended: no answer"}
+    said = r"kernel deadly 0 could not be compiled: no answer; .* said: LLVM ERROR: not amused"
+    with pytest.raises(CompileError, match=said):
+        compiled(named("deadly 0", "good 0"))
+
+
+@pytest.mark.usefixtures("mortal")
+def test_where_no_worker_lives_compiling_ends() -> None:
+    refused: dict[str, str] = {}
+    with pytest.raises(CompileError, match="kernel deadly 3 could not be compiled"):
+        compiled(named("good 0", "deadly 0", "deadly 1", "deadly 2", "deadly 3", "good 1"), refused)
+    assert list(refused) == ["deadly 0", "deadly 1", "deadly 2"]
+
+
+@pytest.mark.usefixtures("mortal")
+def test_a_failure_leaves_the_others_nothing_to_do() -> None:
+    waiting: queue.SimpleQueue[Variant] = queue.SimpleQueue()
+    for variant in named("good 0", "deadly 0", "good 1"):
+        waiting.put(variant)
+    with pytest.raises(CompileError, match="kernel deadly 0"):
+        kernel_workers._work(kernel_workers._Processes(), waiting, 90, None, math.inf)
+    assert waiting.empty()
+
+
+def test_each_core_has_a_worker_which_sees_no_interpreter_and_is_killed_once(
+    mortal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[str] = []
+    kill = os.killpg
+
+    def note(pid: int, number: int) -> None:
+        assert number == signal.SIGKILL
+        assert not is_gone(str(pid)), "its id may be that of another process"
+        killed.append(str(pid))
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "killpg", note)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert compiled(named("a"), workers=0) == ["a"]
+    assert sorted(compiled(named("a", "b", "c", "d"), workers=0)) == ["a", "b", "c", "d"]
+    began = [line.split() for line in mortal.read_text().splitlines()]
+    assert len(set(killed)) == len(killed) == 1 + 2
+    assert all(pid in killed and sees == "False" for pid, sees in began)
+
+
+@pytest.mark.usefixtures("mortal")
+def test_the_largest_kernels_are_compiled_first() -> None:
+    small, large = PENDING._replace(key="small"), SILU._replace(key="large")
+    assert compiled([small, large]) == ["large", "small"]
+
+
+def test_a_worker_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(CompileError, match=r"^kernels could not be compiled: .*/nowhere/python"):
+        compiled(named("a"), {})
 
 
 IDLE = """#!/bin/sh
-echo $$ >> {pids}
-exec sleep 600
+sleep 600 &
+echo $! $$ >> {pids}
+wait
 """
 
 
 @pytest.fixture
 def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Workers that never answer; the file that has their ids."""
+    """Workers that never answer, each with a child; the file that has their ids."""
     script, pids = tmp_path / "worker", tmp_path / "pids"
     script.write_text(IDLE.format(pids=pids))
     script.chmod(0o755)
@@ -154,30 +218,41 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def is_gone(pid: str) -> bool:
-    return not Path("/proc", pid).exists()
+    """Also one that nobody has waited for: it has no command line any more."""
+    try:
+        return Path("/proc", pid, "cmdline").read_bytes() == b""
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
-def test_sigterm_ends_a_compile_at_once_and_its_workers(idle: Path) -> None:
+@pytest.mark.parametrize("refused", [None, {}])
+def test_sigterm_ends_a_compile_at_once_with_its_workers_and_their_children(
+    idle: Path, refused: dict[str, str] | None
+) -> None:
     def kill_when_both_run() -> None:
-        while len(idle.read_text().split()) < 2:
+        while len(idle.read_text().split()) < 4:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    killer = threading.Thread(target=kill_when_both_run)
+    killer = threading.Thread(target=kill_when_both_run, daemon=True)
     killer.start()
     began = time.monotonic()
     with pytest.raises(SystemExit), exits_on_sigterm():
-        list(compile_all([PENDING] * 20, 90, workers=2))
+        compiled([PENDING] * 20, refused, workers=2)
     killer.join()
     assert time.monotonic() - began < 20, "it waited for workers that sleep for 600 s"
-    assert all(is_gone(pid) for pid in idle.read_text().split())
+    for pid in idle.read_text().split():
+        while not is_gone(pid):  # a child is killed and not waited for
+            time.sleep(0.01)
 
 
 def test_a_worker_that_hangs_is_an_error_and_is_killed(idle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_workers, "LONGEST_S", 0.2)
     with pytest.raises(CompileError, match=r"kernel pending could not be compiled: no answer in 0\.2 s"):
-        list(compile_all([PENDING] * 20, 90, workers=2))
-    assert all(is_gone(pid) for pid in idle.read_text().split())
+        compiled([PENDING] * 20, workers=2)
+    for pid in idle.read_text().split():
+        while not is_gone(pid):
+            time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("idle")
