@@ -131,14 +131,12 @@ def write(folder: Path, measured: Sequence[Measured]) -> None:
 
 
 def read(folder: Path) -> Choices:
-    """The choices of an artifact; none if it has no table.
+    """The choices of an artifact that has a table. A choice of the library loads it.
 
-    A choice of the library loads it. Raises ArtifactError: the table cannot be read, or the library is not
-    here in the version that was measured.
+    Raises ArtifactError: the table cannot be read, or the library is not here in the version that was
+    measured.
     """
     path = folder / FILE
-    if not path.is_file():
-        return {}
     try:
         told = json.loads(path.read_text())
         choices = {_step(row): _way(row["way"]) for row in told["choices"]}

@@ -29,10 +29,7 @@ from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers
 from ostinato.runtime.gpu.step_graphs import Fit, StepGraphs, bucket_shapes
 from ostinato.runtime.messages import GenerateRequest, TokenLogprob
 from ostinato.runtime.runner import KVPlane, Model, StepShape
-from ostinato.runtime.sampling.device_sampler import (
-    DeviceSampler,
-    ScoredRow,
-)
+from ostinato.runtime.sampling.device_sampler import DeviceSampler, ScoredRow
 from ostinato.runtime.scheduling.plan import Plan
 from ostinato.runtime.step_backend import LaunchedStep
 from ostinato.runtime.token_limits import NO_LIMITS, Limit

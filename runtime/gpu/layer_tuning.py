@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.errors import CompileError, EngineError
+from ostinato.errors import EngineError
 from ostinato.ops import tuning, wgmma_linear
 from ostinato.ops.kernel_store import STORE, Variant
 from ostinato.ops.skinny_ways import Way, choice_of, most_tokens
@@ -118,8 +118,8 @@ def tune_layers(layers: Sequence[Layer], choices: tuning.Choices, gpu: Gpu, seco
             for layer in layers:
                 mine = [contest for contest in ready if contest.layer is layer]
                 rows += _measure(mine, gpu, began + seconds, why)
-    except (CompileError, *_FAILURES) as error:
-        why[_said(error)] = len(contests) - len(rows) - why.total()
+    except _FAILURES as error:
+        why[_said(error)] += len(contests) - len(rows) - why.total()
     if why:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in why.items())
         log.warning(

@@ -169,10 +169,6 @@ def test_an_artifact_gives_back_the_choices_that_were_written(
     assert told["choices"][0]["us"] == {"wgmma": 30.0, "fa3": 20.5}
 
 
-def test_an_artifact_without_a_table_goes_by_the_rule(tmp_path: Path) -> None:
-    assert attention_choice.read(tmp_path) == {}
-
-
 def test_a_library_that_was_not_chosen_is_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +207,8 @@ def test_a_broken_table_is_an_artifact_error_that_names_the_file(tmp_path: Path,
     (tmp_path / attention_choice.FILE).write_text(text)
     with pytest.raises(ArtifactError, match=r"attention\.json: .*compile the model again"):
         attention_choice.read(tmp_path)
+    with pytest.raises(ArtifactError, match=r"attention\.json: .*compile the model again"):
+        attention_choice.read(tmp_path / "nowhere")
 
 
 def test_an_unknown_way_is_an_artifact_error(tmp_path: Path) -> None:

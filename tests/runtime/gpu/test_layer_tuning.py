@@ -269,6 +269,40 @@ def test_a_layer_that_fails_leaves_the_others_their_turn(
     ]
 
 
+def test_a_device_that_computes_no_more_is_counted_for_all_layers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal address")
+
+    monkeypatch.setattr(layer_tuning, "truth", broken)
+    calls = iter((lambda: None, broken))  # of the cache: before the first layer, and behind it
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: next(calls)())
+    with caplog.at_level(logging.WARNING):
+        tuned = tune_layers(layers_of([linear(32, 16), linear(16, 16)]), {}, AMPERE, 60.0)
+    assert tuned.rows == []
+    assert caplog.messages == [
+        "4 of 4 shapes of linear layers keep ways that nobody measured (4: CUDA error: an illegal address)"
+    ]
+
+
+def test_without_its_parts_a_layer_keeps_its_default(
+    stage: Stage, layers: list[Layer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = stage.captured
+
+    def captured(call: Callable[[], object], pool: Any) -> Way:
+        if (way := usual(call, pool)) is None:
+            raise RuntimeError("cublas is not amused")
+        return way
+
+    monkeypatch.setattr(layer_tuning, "captured", captured)
+    with caplog.at_level(logging.WARNING):
+        assert tune_layers(layers, {}, AMPERE, 60.0).rows == []
+    assert "1 tokens: by parts is left out: cublas is not amused" in caplog.messages[0]
+    assert caplog.messages[-1].endswith("(2: its parts cannot be computed)")
+
+
 def test_when_time_is_over_the_rest_keeps_its_default(
     stage: Stage, layers: list[Layer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
