@@ -172,9 +172,9 @@ def test_an_artifact_gives_back_the_choices_that_were_written(
 def test_a_library_that_was_not_chosen_is_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table(tmp_path, lone="wgmma", decode="triton")
     for name in ("installed_version", "unavailable_reason"):
         monkeypatch.setattr(fa3_attention, name, lambda: pytest.fail("asked for"))
+    table(tmp_path, lone="wgmma", decode="triton")
     assert attention_choice.read(tmp_path) == {LONE: "wgmma", DECODE: "triton"}
 
 

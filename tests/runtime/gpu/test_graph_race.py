@@ -1,12 +1,14 @@
 """Graphs that take turns: how often each is replayed, and what a sample says."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ostinato.runtime.gpu import graph_race
-from ostinato.runtime.gpu.graph_race import race
+from ostinato.runtime.gpu.graph_race import captured, race
 
 
 class Clock:
@@ -62,12 +64,56 @@ def test_without_bytes_a_replay_says_how_often(log: list[float]) -> None:
     assert race([], None, 7) == []
 
 
-def test_each_gpu_captures_on_a_stream_of_its_own_which_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+class Gpu:
+    """A GPU that notes what is asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.log = 0, list[Any]()
+        graph = SimpleNamespace(
+            capture_begin=lambda pool, capture_error_mode: self.log.append(("begin", pool)),
+            capture_end=self._end,
+        )
+        fakes: dict[str, Any] = {
+            "current_device": lambda: self.device,
+            "current_stream": lambda: "steps",
+            "Stream": lambda device: SimpleNamespace(device=device, wait_stream=self._wait),
+            "CUDAGraph": lambda: graph,
+            "stream": lambda stream: self.log.append(stream.device) or nullcontext(),
+            "synchronize": lambda: self.log.append("wait"),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        graph_race._capture_stream.cache_clear()
+
+    def _wait(self, stream: str) -> None:
+        self.log.append(stream)
+
+    def _end(self) -> None:
+        self.log.append("end")
+        if "fail" in self.log:
+            raise RuntimeError("capture was invalidated")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield Gpu(monkeypatch)
     graph_race._capture_stream.cache_clear()
-    first, again, other = (graph_race._capture_stream(device) for device in (0, 0, 1))
-    graph_race._capture_stream.cache_clear()
-    assert first is again
-    assert first is not other
-    assert made == [0, 1]
+
+
+def test_a_graph_is_captured_behind_a_run_on_a_stream_of_its_gpu(gpu: Gpu) -> None:
+    for gpu.device in (0, 1):
+        gpu.log.clear()
+        captured(lambda: gpu.log.append("call"), "pool")
+        assert gpu.log == ["steps", gpu.device, "call", "wait", ("begin", "pool"), "call", "end"]
+    assert graph_race._capture_stream(1) is graph_race._capture_stream(1), "each has a workspace"
+
+
+def test_a_call_that_fails_in_a_capture_ends_it_and_says_why(gpu: Gpu) -> None:
+    def call() -> None:
+        if ("begin", None) in gpu.log:
+            gpu.log.append("fail")
+            raise ValueError("no such kernel")
+
+    with pytest.raises(ValueError, match="no such kernel"):
+        captured(call)
+    assert gpu.log[-1] == "end"

@@ -238,7 +238,8 @@ def test_rows_that_are_chosen_once_are_staged_as_if_they_were_new(size: int) -> 
         sampler.open(f"r{at}", settings(**ADJUSTED[at % len(ADJUSTED)]), 50 + at, PROMPT)
         for at in draw.permutation(size).tolist()
     ]
-    for places in (list(range(size)), draw.permutation(size + 3)[:size].tolist()):
+    gap = [0, *range(2, size + 1)]
+    for places in (list(range(size)), gap, draw.permutation(size + 3)[:size].tolist()):
         chosen = sampler.choose(size + 3, places, slots)
         for _ in range(4):
             positions = draw.integers(0, 5, size).tolist()

@@ -241,6 +241,20 @@ def test_a_step_has_at_most_512_rows_of_prompt_log_probabilities_and_others_are_
     assert all(len(client.tokens) == 1 for client in device.clients.values())
 
 
+def test_prompts_that_are_scored_share_rows_as_all_prompts_share_tokens():
+    def first_step(**prompts):
+        device = FakeDevice(blocks=2000, budget=4096)
+        for name, (tokens, scored) in prompts.items():
+            device.add(name, tokens, max_tokens=1, prompt_logprobs=0 if scored else None)
+        device.step()
+        return {e.request_id: len(e.token_ids) for e in device.plans[0].entries}
+
+    assert first_step(a=(1500, True), b=(200, True)) == {"b": 200, "a": 312}, "the shortest goes first"
+    half = first_step(a=(1500, True), b=(200, True), c=(190, True), d=(180, True))
+    assert half == {"d": 180, "c": 76, "a": 256}, "the first in rank keeps half"
+    assert first_step(a=(2000, False), b=(400, True), c=(450, True)) == {"b": 400, "a": 2000, "c": 112}
+
+
 def test_an_entry_without_wanted_rows_says_so():
     device = FakeDevice(budget=64)
     device.add("a", 100)
