@@ -53,6 +53,17 @@ def test_added_rows_take_the_place_of_the_same_shapes_and_keep_the_rest(tmp_path
     assert tuning.measured(tmp_path) == {"shapes": 2}
 
 
+def test_a_row_added_to_the_table_of_this_gpu_counts_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Table's GPU")
+    assert tuning.choice(*shape(4)[:4], torch.bfloat16) is None
+    tuning.add(tuning.table_path(), [tuning.row(shape(4), tuning.BY_PARTS)])
+    assert tuning.choice(*shape(4)[:4], torch.bfloat16) == tuning.BY_PARTS
+
+
 @pytest.mark.parametrize("way", [None, Config(**CONFIG), Tile(**TILE)])
 def test_every_way_survives_a_table(way: Way, tmp_path: Path) -> None:
     tuning.add(tmp_path / tuning.FILE, [tuning.row(shape(1), choice_of(way))])

@@ -176,7 +176,7 @@ def test_a_way_that_is_wrong_is_left_out_with_a_warning(
 
 def test_rows_that_no_sequence_has_must_be_zero(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
     def spoil(out: Tensor) -> Tensor:
-        out[-1] = 1.0
+        out[-attention_tuning.SPARE] = 1.0  # the first of them
         return out
 
     kernels.spoil["fa3"] = spoil
@@ -253,7 +253,10 @@ def test_among_equals_prompts_keep_our_cuda_kernel_and_decodes_have_triton(kerne
 def test_a_large_step_shares_blocks_instead_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tuning, "_MOST_BYTES", 20 * 4 * 2 * 32 * 2)
     monkeypatch.setattr(attention_tuning, "_MOST_LAYERS", 1)
-    step = make_step(SMALL, attention_tuning.Lengths([40] * 9, [1] * 9, 9), 64, CPU)
+    lengths = attention_tuning.Lengths([40] * 9, [1] * 9, 9)
+    step = make_step(SMALL, lengths, 64, CPU)
     assert step.planes[0][0].shape == (20, 4, 2, 16)
     assert step.tables.shape == (9, 16)
     assert int(step.tables.max()) == 19
+    monkeypatch.setattr(attention_tuning, "_MOST_BYTES", 1 << 30)
+    assert len(make_step(SMALL, lengths, 64, CPU).tables[:, :10].unique()) == 9 * 10

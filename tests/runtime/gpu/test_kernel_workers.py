@@ -270,6 +270,6 @@ def test_nothing_is_begun_once_time_is_over(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_to_compile_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert list(compile_all([], 90)) == []
     assert list(compile_all([PENDING], 90, until=time.monotonic())) == []

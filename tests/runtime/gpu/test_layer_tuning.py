@@ -45,6 +45,7 @@ class Stage:
         self.until = 0.0
         self.races: list[list[Way]] = []
         self.refused: set[str] = set()  # parts of keys that the compiler does not take
+        self.late: set[str] = set()  # and of those for which there is no time
         self.carveouts: set[int] = set()
 
     def compile_all(
@@ -55,6 +56,8 @@ class Stage:
         for variant in variants:
             if any(part in variant.key for part in self.refused):
                 refused[variant.key] = "ptxas is not amused"
+                continue
+            if any(part in variant.key for part in self.late):
                 continue
             binary = Binary(
                 key=variant.key,
@@ -165,15 +168,17 @@ def test_only_what_the_table_lacks_is_measured(stage: Stage, layers: list[Layer]
     assert stage.asked == []
 
 
+@pytest.mark.parametrize("off", [9.0, float("nan")])
 def test_a_wrong_candidate_is_named_and_never_taken(
-    stage: Stage, layers: list[Layer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    stage: Stage, layers: list[Layer], off: float,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     right = skinny_linear._launch
 
     def launch(x: torch.Tensor, *rest: Any, choices: tuning.Choices) -> torch.Tensor:
         y = right(x, *rest, choices=choices)
         is_fast = choices.get(layers[0].shape(1)) == choice_of(FAST)
-        return torch.cat([y[:, :-1], y[:, -1:] + 9], 1) if is_fast else y
+        return torch.cat([y[:, :-1], y[:, -1:] + off], 1) if is_fast else y
 
     monkeypatch.setattr(skinny_linear, "_launch", launch)
     stage.us = {USUAL: 10.0, FAST: 1.0, OTHER: 8.0, None: 9.0}.__getitem__
@@ -204,6 +209,15 @@ def test_candidates_that_fail_or_cannot_be_compiled_are_left_out(
     assert f"{FAST} is left out: ptxas is not amused" in caplog.text
     assert f"{OTHER} is left out: CUDA error: too many resources" in caplog.text
     assert len(caplog.messages) == 4
+
+
+def test_what_was_not_compiled_in_time_does_not_race(stage: Stage, layers: list[Layer]) -> None:
+    stage.late = {f"BLOCK_R={FAST.rows}"}
+    stage.us = {USUAL: 10.0, FAST: 1.0, OTHER: 2.0, None: 9.0}.__getitem__
+    tuned = tune_layers(layers, {}, AMPERE, 60.0)
+    assert by_tokens(tuned) == dict.fromkeys((1, 4), choice_of(OTHER))
+    assert not any(FAST in graphs for graphs in stage.races)
+    assert (tuned.num_variants, len(stage.asked)) == (8, 12)
 
 
 def test_a_default_that_cannot_be_compiled_has_no_contest(
