@@ -240,7 +240,7 @@ class _Sample(NamedTuple):
 def _truth(step: Step) -> _Sample:
     """By the reference: only the last tokens of a sequence are new to it, which changes nothing of theirs."""
     totals, starts = step.lengths.tolist(), step.starts.tolist()
-    live = [row for row, total in enumerate(totals) if total and starts[row + 1] > starts[row]]
+    live = [row for row, total in enumerate(totals) if total]
     some = sorted({live[at * (len(live) - 1) // max(1, _SEQUENCES - 1)] for at in range(_SEQUENCES)})
     block = step.planes[0][0].shape[1]
     counts = [-(-totals[row] // block) for row in some]

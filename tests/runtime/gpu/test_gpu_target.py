@@ -117,6 +117,7 @@ def test_layers_of_a_dry_step_are_measured_and_their_rows_are_what_is_served(
     target: GpuTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, shape = torch.zeros(8, 16), tuning.Shape("skinny_linear", 1, 8, 16, "float32")
+    known = {shape._replace(tokens=4): tuning.BY_PARTS}
     ways: dict[str, Any] = {}
     served: list[tuning.Choices] = []
 
@@ -132,9 +133,13 @@ def test_layers_of_a_dry_step_are_measured_and_their_rows_are_what_is_served(
     def tune_layers(layers: list[Layer], choices: tuning.Choices, gpu: object, seconds: float) -> Tuned:
         (layer,) = layers
         assert layer.calls[0].weight is weight
-        assert (layer.shape(1), choices, seconds) == (shape, {}, 5.0)
+        assert (layer.shape(1), choices, seconds) == (shape, known, 5.0)
         return Tuned([tuning.row(shape, tuning.BY_PARTS, us=1.0, default_us=2.0)], 3, 2, 0.5, 1.5)
 
+    def write(folder: Path) -> None:
+        tuning.add(folder / tuning.FILE, [tuning.row(*one) for one in known.items()])
+
+    monkeypatch.setattr(tuning, "write", write)
     backend = SimpleNamespace(shut=lambda: None, rehearse=rehearsed_once)
     monkeypatch.setattr(gpu_target, "rehearsing_backend", lambda *_: backend)
     monkeypatch.setattr(gpu_target, "bind_gpu", bind_gpu)
@@ -146,7 +151,7 @@ def test_layers_of_a_dry_step_are_measured_and_their_rows_are_what_is_served(
     monkeypatch.setattr(GpuTarget, "load", lambda self, plans: served.append(tuning.read(tmp_path)))
     with caplog.at_level("INFO"):
         target.make_kernels([], EngineConfig(graph=GraphConfig(tune_s=5)), None)  # type: ignore[arg-type]
-    assert served == [{shape: tuning.BY_PARTS}]
+    assert served == [known | {shape: tuning.BY_PARTS}]
     assert tuning.measured(tmp_path) == {"shapes": 1, "not_default": 1, "seconds": 1.5}
     assert (
         "1 shapes of linear layers measured, 1 go another way than the default; 3 candidates" in caplog.text
@@ -179,6 +184,22 @@ def test_attention_that_a_dry_run_asked_for_is_measured_before_the_run_in_earnes
     target.make_kernels([], EngineConfig(max_model_len=700, graph=GraphConfig(tune_s=5)), facts)
     assert known == [{}, {step: "triton"}]
     assert attention_choice.read(tmp_path) == {step: "triton"}
+
+
+def test_programs_are_bound_once_to_the_artifact_s_choices_and_to_those_that_are_still_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[dict[str, Any]] = []
+    shape = tuning.Shape("skinny_linear", 1, 8, 16, "float32")
+    tuning.add(tmp_path / tuning.FILE, [tuning.row(shape, tuning.BY_PARTS)])
+    monkeypatch.setattr(GpuTarget, "_fill_weights", lambda self: None)
+    monkeypatch.setattr(gpu_target, "bind_gpu", lambda *args: bound.append(args[-1]) or object())
+    target = GpuTarget(tmp_path, CPU)
+    assert target.load([]) is target.load([])
+    (ops,) = bound
+    assert ops["ostinato::skinny_linear"].keywords == {"choices": {shape: tuning.BY_PARTS}}
+    for name in attention_choice.OPS:
+        assert ops[f"ostinato::{name}"].keywords["choices"] is target._attention
 
 
 def test_without_time_no_attention_is_measured(
