@@ -1,16 +1,16 @@
 """The GPU engine on models of real shapes: start, captures, decode steps, prefill, offline throughput.
 
     python -m benchmarks.gpu_engine [--models llama-8b smollm2-135m] [--batches 1 8 32 128 256]
-        [--skip start prefill offline graph library] [--folder .cache/bench]
+        [--skip start prefill offline library] [--folder .cache/bench]
 
 Models have random weights; an artifact is compiled into the folder unless it is there and up to date.
 - start: a process that imports ostinato (which imports torch when it loads), loads the artifact and gives one
   token, from its start to that token; weights in the page cache.
 - capture: time and memory of the device that all captured shapes take.
 - decode: wall time between steps of the running engine at a context of about 512 tokens, greedy sampling
-  included. Its captured graph alone is replayed on the inputs of the last of these steps, so it reads the
-  same KV; what the last steps' wall time is above that is the host's share, noise where it is near 0. The
-  baseline is all linear layers of a step through the library under one graph.
+  included; of the same steps the GPU's time inside their graphs and between them, where the copies of inputs
+  and tokens are, and how long the host waited for the GPU: while it waits the next step is queued already.
+  The baseline is all linear layers of a step through the library under one graph.
 - prefill of 4096 tokens; offline: 256 requests of 512 tokens in and 256 out, from first to last token.
 One record for each model. All of it takes about four minutes on a fresh machine, two of them for compiling.
 """
@@ -23,8 +23,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +46,9 @@ from ostinato.runtime.gpu.gpu_backend import GpuBackend
 from ostinato.runtime.messages import GenerateRequest, SamplingParams
 
 CONTEXT, STEPS = 512, 48
-LAST = 8  # steps that are compared with the graph of the last one: KV grows with each
 SHORT = {"llama-8b": "8b", "smollm2-135m": "smol"}  # in metrics
 BATCHES = {"llama-8b": (1, 8, 32, 128, 256), "smollm2-135m": (1, 32)}
-PARTS = ("start", "prefill", "offline", "graph", "library")
+PARTS = ("start", "prefill", "offline", "library")
 FROM_VLLM = "vLLM 0.26, another day"
 VLLM = {  # ms per step at context 512, and tok/s; vLLM 0.26 on a machine of this kind, another day
     "decode_ms_b1_bf16": 4.88,
@@ -134,8 +137,54 @@ def start_rows(folder: Path, short: str) -> list[Row]:
     return [against_vllm(f"start_to_first_token_s_{short}", samples[1:], "s")]
 
 
-def decode(driver: Driver, batch: int, *, alone: bool) -> tuple[list[float], float | None]:
-    """Milliseconds of wall time from step to step with `batch` sequences, and of the last step's graph."""
+class StepTimes:
+    """Of decode steps, ms: wall time from one to the next, the GPU's in and between graphs, the host's waits.
+
+    A step's graph is queued before the host waits for the step ahead of it. So where the host waited, the GPU
+    had its next work already, and the time between graphs is that of the copies.
+    """
+
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.waits: list[float] = []
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # around each graph
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Graphs that are replayed and events that are waited for here are timed."""
+        replay, synchronize = torch.cuda.CUDAGraph.replay, torch.cuda.Event.synchronize
+
+        def timed_replay(graph: torch.cuda.CUDAGraph) -> None:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay(graph)
+            end.record()
+            self._marks.append((begin, end))
+
+        def timed_synchronize(event: torch.cuda.Event) -> None:
+            began = time.perf_counter()
+            synchronize(event)
+            self.waits.append((time.perf_counter() - began) * 1e3)
+
+        with (
+            patch.object(torch.cuda.CUDAGraph, "replay", timed_replay),
+            patch.object(torch.cuda.Event, "synchronize", timed_synchronize),
+        ):
+            yield
+
+    @property
+    def graphs(self) -> list[float]:
+        """Once the device is done."""
+        return [begin.elapsed_time(end) for begin, end in self._marks]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Once the device is done: from the end of a graph to the begin of the next."""
+        return [end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(self._marks)]
+
+
+def decode(driver: Driver, batch: int) -> StepTimes:
+    """Times of STEPS steps with `batch` sequences."""
     for _ in range(batch):
         driver.submit(CONTEXT - STEPS // 2 - 8, STEPS + 40)
     driver.step()
@@ -143,39 +192,18 @@ def decode(driver: Driver, batch: int, *, alone: bool) -> tuple[list[float], flo
         pass
     for _ in range(4):
         driver.step()
-    samples = []
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        came = driver.step()
-        now = time.perf_counter()
-        if came == batch:
-            samples.append((now - began) * 1e3)
-        began = now
-    took = graph_ms(driver.engine) if alone else None
+    times = StepTimes()
+    with times.watched():
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            came = driver.step()
+            now = time.perf_counter()
+            if came == batch:
+                times.wall.append((now - began) * 1e3)
+            began = now
     driver.run()
-    return samples, took
-
-
-def graph_ms(engine: Engine) -> float | None:
-    """Milliseconds of the newest step's graph, replayed on its own inputs, which are still on the device.
-
-    Replayed it computes the same: greedy tokens, and the same KV into the same places.
-    """
-    backend = engine._backend
-    assert isinstance(backend, GpuBackend)
-    replay = backend._graphs.fit(engine._in_flight[-1].plan).replay
-    if replay is None:
-        return None
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    took = []
-    for _ in range(7):
-        start.record()
-        for _ in range(8):
-            replay.graph.replay()
-        stop.record()
-        stop.synchronize()
-        took.append(start.elapsed_time(stop) / 8)
-    return statistics.median(took)
+    torch.cuda.synchronize()
+    return times
 
 
 def library_ms(weights: dict[str, torch.Tensor], batch: int) -> float:
@@ -199,16 +227,20 @@ def decode_rows(
     driver: Driver, batch: int, short: str, weights: dict[str, torch.Tensor], skip: set[str]
 ) -> list[Row]:
     metric = f"decode_ms_b{batch}_bf16" if short == "8b" else f"{short}_decode_ms_b{batch}"
-    samples, alone = decode(driver, batch, alone="graph" not in skip)
-    wall, late = statistics.median(samples), statistics.median(samples[-LAST:])
+    times = decode(driver, batch)
+    wall, graphs = statistics.median(times.wall), times.graphs
     floor = None if "library" in skip else library_ms(weights, batch)
-    rows = [Row.of(metric, samples, "ms", floor, "all linears through the library, one graph")]
-    if alone is not None:
-        rows.append(Row.of(f"{metric}_graph", [alone], "ms", late, f"the last {LAST} wall steps"))
-        rows.append(Row.of(f"{metric}_host_share", [1 - alone / late], "1", None, "none: a share of these"))
+    rows = [Row.of(metric, times.wall, "ms", floor, "all linears through the library, one graph")]
+    if graphs:
+        rows += [
+            Row.of(f"{metric}_graph", graphs, "ms", wall, "the wall time of these steps"),
+            Row.of(f"{metric}_gap", times.gaps, "ms", wall, "the wall time of these steps"),
+            Row.of(f"{metric}_host_waits", times.waits, "ms", wall, "the wall time of these steps"),
+        ]
     if metric in VLLM:
-        rows.append(against_vllm(f"{metric}_vs_vllm", samples, "ms", VLLM[metric]))
-    print(f"{metric}: {wall:.3f} ms, graph {alone}, library {floor}", flush=True)
+        rows.append(against_vllm(f"{metric}_vs_vllm", times.wall, "ms", VLLM[metric]))
+    for row in rows:
+        print(f"{row.metric}: {row.value} ms, {row.ratio} of {row.baseline_is}", flush=True)
     return rows
 
 
@@ -240,7 +272,7 @@ def offline_rows(driver: Driver, short: str) -> list[Row]:
 
 def against_vllm(metric: str, samples: list[float], unit: str, theirs: float | None = None) -> Row:
     baseline = theirs or VLLM.get(metric)
-    print(metric, [round(sample, 3) for sample in samples[:LAST]], flush=True)
+    print(metric, [round(sample, 3) for sample in samples[:8]], flush=True)
     return Row.of(metric, samples, unit, baseline, FROM_VLLM if baseline else "none measured")
 
 

@@ -134,7 +134,13 @@ def _way(row: Mapping[str, Any]) -> Choice:
         if values is not None and not all(isinstance(value, int) for value in values.values()):
             raise TypeError(f"{values} for {op}: whole numbers are allowed")
     if found.config is not None:
-        check_config(op, Config(**found.config), getattr(torch, row["dtype"]), tokens)
+        config = Config(**found.config)
+        for size in (config.rows, config.block_k, config.num_warps):
+            if size < 1 or size & (size - 1):
+                raise ValueError(f"{config} for {op}: rows, block_k and num_warps are powers of two")
+        if min(config.split, config.num_stages) < 1 or config.prefetch < 0:
+            raise ValueError(f"{config} for {op}: split and num_stages are 1 or more, prefetch 0 or more")
+        check_config(op, config, getattr(torch, row["dtype"]), tokens)
     if found.tile is not None:
         check_tile(op, Tile(**found.tile), op == "skinny_gated")
     return found

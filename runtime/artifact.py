@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class Target(Section):
@@ -83,6 +83,12 @@ class Proof(Section):
         description="the same over all KV planes, in units of a plane's largest value"
     )
     kv_budget: float
+    typical: float | None = Field(
+        description="median over tokens of |compiled - float64| by |unfused - float64|, both RMS over the "
+        "token's values; None: a result is too few values to say"
+    )
+    kv_typical: float | None = Field(description="the same of the worst KV plane; None: there is no KV")
+    typical_budget: float
 
 
 class FileRecord(Section):
@@ -211,7 +217,9 @@ def check_fit(manifest: Manifest) -> None:
             ("target", f"{manifest.target.device}/{manifest.target.machine}", f"{here.device}/{here.machine}")
         )
     missing = sorted(set(manifest.target.features) - set(here.features))
-    if missing:
+    if missing and here.device == "cuda":
+        rows.append(("GPU", ", ".join(manifest.target.features), ", ".join(here.features)))
+    elif missing:
         rows.append(("processor features", ", ".join(missing), "absent"))
     if rows:
         diff = "; ".join(f"{what}: artifact {theirs}, here {ours}" for what, theirs, ours in rows)

@@ -5,6 +5,10 @@ the second chunk, so that fresh and cached context, prefill and decode, all meet
 max|ours - truth| <= FACTOR * (max|plain - truth| + eps * max|truth|), plain being the unfused graph in type.
 The KV planes are judged together, each in units of its own largest value: one bad plane in sixty shows, and
 the noise of sixty maxima does not.
+
+In 16 bits the largest error says little: a scale of attention that is wrong by a fifth hides below it. So the
+errors of each token are compared too, RMS over its values, ours with those of the unfused graph. They stem
+from the same roundings, so the median of their ratios is near 1; and a plane of KV is judged by its own.
 """
 
 from __future__ import annotations
@@ -23,11 +27,18 @@ from ostinato.runtime.artifact import Proof
 from ostinato.runtime.program import Bound
 
 PROMPT, CHUNKS = 13, (9, 4)
+TINY = torch.finfo(torch.float32).tiny
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # The rule for one op has 2. A whole network adds up the noise of hundreds of sums: right orders of summation
 # drew errors of 2.8e-5 to 8.4e-5 on the demo model, where the unfused graph has 5.8e-5. A wrong rewrite is
 # off by a hundred times that.
 FACTOR = 4.0
+# Ratios of typical errors: 0.9 to 1.14 for logits and to 1.18 for the worst plane on the demo model in
+# bfloat16, six draws of tokens; closer to 1 on tiny ones of fifteen families. Attention's scale off by 5 % in
+# all layers, or by 20 % in one of thirty, gives 2.8 and 2.9 in a plane, an epsilon of 1e-3 in the norms 2.0.
+# In float32 the order of a sum makes the error, and what is wrong is off by thousands.
+TYPICAL = 1.75
+_LEAST = 1 / 16  # of eps: an error below this share counts as so much
 CPU = torch.device("cpu")
 ROUTED_ROWS = 0.75  # share of rows that must meet the budget where a router chooses experts: choices may flip
 
@@ -65,15 +76,24 @@ def prove(
                 logits.append(interpret(graph_module, weights, inputs, planes, compute))
         runs[name] = (torch.cat(logits).double().cpu(), [plane.double().cpu() for plane in planes])
     refuse_infinite(runs, dtype)
-    proof = _compare(runs, torch.finfo(dtype).eps, routed=_has_router(graph_module))
-    if proof.max_error > proof.budget or proof.kv_max_error > proof.kv_budget:
-        raise CompileError(
-            f"numeric proof failed: logits differ from float64 by {proof.max_error:.3g} (allowed "
-            f"{proof.budget:.3g}, unfused graph {proof.unfused_error:.3g}), KV by {proof.kv_max_error:.3g} "
-            f"(allowed {proof.kv_budget:.3g}); "
-            "find the guilty rewrite with passes.fuel, leave it out with passes.off, and report it"
-        )
+    proof = _compare(runs, dtype, routed=_has_router(graph_module))
+    refuse_errors(proof, "logits")
     return proof
+
+
+def refuse_errors(proof: Proof, what: str) -> None:
+    """Raise CompileError when `what`, or KV, is further from float64 than it may be."""
+    typical, kv_typical = proof.typical or 0.0, proof.kv_typical or 0.0
+    is_near = proof.max_error <= proof.budget and proof.kv_max_error <= proof.kv_budget
+    if is_near and max(typical, kv_typical) <= proof.typical_budget:
+        return
+    raise CompileError(
+        f"numeric proof failed: {what} differ from float64 by {proof.max_error:.3g} (allowed "
+        f"{proof.budget:.3g}, unfused graph {proof.unfused_error:.3g}), KV by {proof.kv_max_error:.3g} "
+        f"(allowed {proof.kv_budget:.3g}); errors are {typical:.3g} times those of the unfused graph, in the "
+        f"worst plane of KV {kv_typical:.3g} times (allowed {proof.typical_budget:.3g}); find the guilty "
+        "rewrite with passes.fuel, leave it out with passes.off, and report it"
+    )
 
 
 def refuse_infinite(runs: Mapping[str, tuple[Tensor, Sequence[Tensor]]], dtype: torch.dtype) -> None:
@@ -216,15 +236,19 @@ def _has_router(graph_module: fx.GraphModule) -> bool:
     return any(node.target == torch.ops.aten.topk.default for node in graph_module.graph.nodes)
 
 
-def _compare(runs: dict[str, tuple[Tensor, list[Tensor]]], eps: float, *, routed: bool) -> Proof:
+def _compare(runs: dict[str, tuple[Tensor, list[Tensor]]], dtype: torch.dtype, *, routed: bool) -> Proof:
+    eps = torch.finfo(dtype).eps
     (truth, truth_kv), (plain, plain_kv), (ours, ours_kv) = runs["truth"], runs["plain"], runs["ours"]
     error = _worst(ours - truth, routed=routed)
     unfused = _worst(plain - truth, routed=routed)
-    kv_error, kv_unfused = 0.0, 0.0
+    kv_error, kv_unfused, kv_typical = 0.0, 0.0, 0.0
     for true, old, new in zip(truth_kv, plain_kv, ours_kv, strict=True):
-        scale = max(float(true.abs().max()), torch.finfo(torch.float32).tiny)
+        scale = max(float(true.abs().max()), TINY)
         kv_error = max(kv_error, _worst((new - true).flatten(0, 1), routed=routed) / scale)
         kv_unfused = max(kv_unfused, _worst((old - true).flatten(0, 1), routed=routed) / scale)
+        written = true.flatten(0, 1).flatten(1).any(1)  # slots of tokens
+        t, o, n = (plane.flatten(0, 1)[written] for plane in (true, old, new))
+        kv_typical = max(kv_typical, typical_ratio(t, o, n, eps))
     return Proof(
         tokens=len(truth),
         max_error=error,
@@ -233,7 +257,28 @@ def _compare(runs: dict[str, tuple[Tensor, list[Tensor]]], eps: float, *, routed
         argmax_equal=bool(torch.equal(ours.argmax(-1), truth.argmax(-1))),
         kv_max_error=kv_error,
         kv_budget=FACTOR * (kv_unfused + eps),
+        typical=typical_ratio(truth, plain, ours, eps),
+        kv_typical=kv_typical,
+        typical_budget=typical_budget(dtype),
     )
+
+
+def typical_budget(dtype: torch.dtype) -> float:
+    """What `typical_ratio` may be in a type."""
+    return FACTOR if dtype == torch.float32 else TYPICAL
+
+
+def typical_ratio(truth: Tensor, plain: Tensor, ours: Tensor, eps: float) -> float:
+    """Median over the rows of a tensor: RMS error of ours by that of the unfused graph."""
+    if not len(truth):
+        return 0.0
+    least = _LEAST * eps * _rms(truth)
+    ratios = (_rms(ours - truth) + least) / (_rms(plain - truth) + least).clamp_min(TINY)
+    return float(ratios.nan_to_num(nan=float("inf")).median())
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return tensor.flatten(1).square().mean(1).sqrt()
 
 
 def _worst(difference: Tensor, *, routed: bool) -> float:

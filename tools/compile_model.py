@@ -6,11 +6,15 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ostinato import log
 from ostinato.tools.flags import add_flags, config_from, user_path
 from ostinato.tools.main import run_command
 from ostinato.tools.unknown_flags import parse
+
+if TYPE_CHECKING:
+    from ostinato.runtime.artifact import Manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="short for --graph.target",
     )
     add_flags(
-        parser, leave_out=("server", "scheduler", "cpu", "gpu", "kv", "max_model_len")
+        parser, leave_out=("server", "scheduler", "cpu", "gpu", "kv", "max_model_len", "profile")
     )  # no effect here
 
 
@@ -63,16 +67,27 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{folder} is up to date (key {manifest.key[:16]})", file=sys.stderr)
         print(folder)
         return 0
-    proof = manifest.proof
     for line in (
         pass_table(manifest),
         *measured_layers(folder),
-        f"proof: largest logit error {proof.max_error:.2e} of {proof.budget:.2e} allowed, against float64",
+        proof_line(manifest),
         f"{manifest.weights_bytes / 2**20:.0f} MiB of weights, {time.perf_counter() - start:.1f} s",
     ):
         print(line, file=sys.stderr)
     print(folder)
     return 0
+
+
+def proof_line(manifest: Manifest) -> str:
+    """How far the compiled model is from float64, and from the unfused one in the same type."""
+    proof, dtype = manifest.proof, manifest.facts.dtype
+    line = f"proof against float64: largest error {proof.max_error:.2e} ({proof.budget:.2e} allowed)"
+    if proof.typical is None:
+        return f"{line}, that of the unfused model in {dtype} {proof.unfused_error:.2e}"
+    return (
+        f"{line}, typical error {proof.typical:.2f} times that of the unfused model in {dtype} "
+        f"({proof.typical_budget:g} allowed)"
+    )
 
 
 def measured_layers(folder: Path) -> list[str]:

@@ -82,7 +82,9 @@ def describe(manifest: Manifest) -> str:
         f"proof      {proof.tokens} tokens against float64: {'logits' if generates else 'results'} off by "
         f"{proof.max_error:.3g} (allowed {proof.budget:.3g}; unfused graph {proof.unfused_error:.3g})"
         + (
-            f", KV by {proof.kv_max_error:.3g} (allowed {proof.kv_budget:.3g}), "
+            f", KV by {proof.kv_max_error:.3g} (allowed {proof.kv_budget:.3g}); typically "
+            f"{proof.typical:.2f} times as far as the unfused graph, in the worst plane of KV "
+            f"{proof.kv_typical:.2f} times (allowed {proof.typical_budget:g}); "
             f"same best token on every row: {'yes' if proof.argmax_equal else 'no'}"
             if generates
             else ""

@@ -14,7 +14,7 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -135,9 +135,10 @@ def classes(attention: Attention, ways: list[Way], window: int) -> list[StepClas
     """Those that have several of the ways, and that a model of this window can form."""
     found: list[StepClass] = []
     if len(ways) > 1:
-        lone = [tokens for tokens in attention_choice.PREFILL if tokens <= window]
+        sizes = attention_choice.PREFILL
+        lone = [tokens for below, tokens in pairwise((0, *sizes)) if below < window]
         found += [StepClass(attention, "lone", tokens) for tokens in lone]
-        found += [StepClass(attention, "mixed", tokens) for tokens in attention_choice.PREFILL]
+        found += [StepClass(attention, "mixed", tokens) for tokens in sizes]
     if "fa3" in ways:
         found += [StepClass(attention, "decode", tokens) for tokens in attention_choice.DECODE]
     return found
@@ -147,6 +148,7 @@ def lengths_of(step_class: StepClass, window: int) -> Lengths:
     """A step as servers form them: a prompt; a token of each of many sequences; prompts and such tokens."""
     tokens, context = step_class.tokens, min(CONTEXT, window)
     if step_class.kind == "lone":
+        tokens = min(tokens, window)
         return Lengths([tokens], [tokens], tokens)
     if step_class.kind == "decode":
         return Lengths([context] * tokens, [1] * tokens, tokens)

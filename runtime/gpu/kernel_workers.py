@@ -195,7 +195,9 @@ def _ask(process: subprocess.Popen[str], variant: Variant, capability: int) -> t
     assert process.stdout is not None
     process.stdin.write(json.dumps([capability, *variant]) + "\n")
     process.stdin.flush()
-    if not select.select([process.stdout], [], [], LONGEST_S)[0]:  # nothing is buffered: an answer is a line
+    answers = select.poll()  # takes descriptors above 1023, which `select.select` does not
+    answers.register(process.stdout, select.POLLIN)
+    if not answers.poll(LONGEST_S * 1000):  # nothing is buffered: an answer is a line
         raise ValueError(f"no answer in {LONGEST_S} s")
     line = process.stdout.readline()
     if not line:

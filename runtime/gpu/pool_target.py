@@ -50,8 +50,9 @@ class GpuPoolTarget:
         return self._run
 
     def described(self) -> tuple[Target, str]:
-        """This GPU; nothing was compiled."""
-        return this_target(self.device), "none"
+        """This kind of GPU, of any size; nothing was compiled."""
+        here = this_target(self.device)
+        return here.model_copy(update={"features": here.features[:1]}), "none"
 
     def close(self) -> None:
         """Free the weights on the device."""

@@ -327,7 +327,8 @@ def test_a_gpu_of_another_size_is_refused_for_its_kernels_may_be_others(copy, mo
     edit_manifest(copy, target={**here.target.model_dump(), "device": "cuda", "features": HOPPER})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", hopper(114))  # a PCIe card
-    with pytest.raises(ArtifactError, match="processor features: artifact 132 multiprocessors, here absent"):
+    wanted = "GPU: artifact sm_90, 132 multiprocessors, here sm_90, 114 multiprocessors"
+    with pytest.raises(ArtifactError, match=wanted):
         check_fit(read_manifest(copy))
     monkeypatch.setattr(torch.cuda, "get_device_properties", hopper(132))
     check_fit(read_manifest(copy))

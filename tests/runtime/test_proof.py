@@ -23,7 +23,24 @@ class Case:
         self.graph, self.kv_layers = captured.graph_module, captured.facts.kv_layers
         self.values = weight_values(tiny_model(family, dtype=dtype), captured)
         keys = {n.name: n.meta["weight"][1] for n in self.graph.graph.nodes if n.meta.get("role") == "weight"}
-        self.program = bind(lower(self.graph, keys), self.values, native={}, device=torch.device("cpu"))
+        self.lowered = lower(self.graph, keys)
+        self.program = self.bound(self.lowered)
+
+    def bound(self, lowered):
+        return bind(lowered, self.values, native={}, device=torch.device("cpu"))
+
+    def changed(self, op, at, change, layers=range(99)):
+        """The program with another argument `at` in the calls of an op, by their number."""
+        steps, count = [], 0
+        for step in self.lowered.steps:
+            if step.op == op:
+                args = [*step.args]
+                if count in layers:
+                    args[at] = change(args[at])
+                step, count = step.model_copy(update={"args": args}), count + 1
+            steps.append(step)
+        assert count > max(layers, default=0) or layers == range(99)
+        return self.bound(self.lowered.model_copy(update={"steps": type(self.lowered.steps)(steps)}))
 
     def prove(self, program):
         return prove(
@@ -81,6 +98,52 @@ def test_a_wrong_kv_plane_is_refused_though_every_logit_is_right(llama):
     logits, logit_budget, kv, kv_budget = figures(caught)
     assert logits <= logit_budget
     assert kv > kv_budget
+
+
+SCALE = ("ostinato.paged_attention.default", 6)
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "change", "layers"),
+    [
+        (*SCALE, lambda scale: scale * 1.05, range(99)),
+        (*SCALE, lambda scale: scale * 1.2, [1]),  # the last layer: KV knows nothing of it
+        ("aten.add.Tensor", 1, lambda eps: 1e-3 if isinstance(eps, float) else eps, range(99)),
+    ],
+    ids=["scale of attention", "scale of attention in one layer", "epsilon of norms"],
+)
+def test_what_hides_below_the_largest_error_of_bfloat16_shows_in_the_typical_one(
+    llama, monkeypatch, op, at, change, layers
+):
+    wrong = llama.changed(op, at, change, layers)
+    with pytest.raises(CompileError, match=r"errors are .* times those of the unfused graph"):
+        llama.prove(wrong)
+
+    monkeypatch.setattr(proof, "TYPICAL", 100.0)
+    result = llama.prove(wrong)
+    assert result.max_error < result.budget
+    assert result.kv_max_error < result.kv_budget
+    assert max(result.typical, result.kv_typical) > 2
+
+
+def test_typical_errors_of_a_right_program_are_those_of_the_graph(llama):
+    result = llama.prove(llama.program)
+    assert (result.typical, result.kv_typical, result.typical_budget) == (1.0, 1.0, 1.75)
+    assert proof.typical_budget(torch.float16) == 1.75
+    assert proof.typical_budget(torch.float32) == 4.0
+
+
+def test_a_typical_error_is_the_median_of_rows_whatever_their_size():
+    truth = torch.ones(5, 4, dtype=torch.float64)
+    plain = truth + torch.tensor([1e-2, 1e-2, 1e-2, 1e-2, 1.0]).double()[:, None]
+    ours = truth + torch.tensor([2e-2, 2e-2, 3e-2, 50.0, 0.0]).double()[:, None]
+    assert proof.typical_ratio(truth, plain, ours, 1e-9) == pytest.approx(2.0)
+    # what is exact in both is alike, and a slip below a sixteenth of eps is none
+    assert proof.typical_ratio(truth, truth, truth, 1e-2) == 1.0
+    assert proof.typical_ratio(truth, truth, truth + 1e-2 / 16, 1e-2) == pytest.approx(2.0)
+    assert proof.typical_ratio(truth[:0], truth[:0], truth[:0], 1e-2) == 0.0
+    assert proof.typical_ratio(truth, plain, ours * float("nan"), 1e-2) == float("inf")
+    assert proof.typical_ratio(0 * truth, 0 * truth, 0 * truth, 1e-2) == 0.0
 
 
 def test_nan_is_refused(llama):

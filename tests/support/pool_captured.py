@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ostinato.graph.pooling import pooling_plan
 from ostinato.graph.source import load_config, open_source
 from ostinato.graph.weights import weight_exprs
 from ostinato.ops.weight_expr import evaluate
+from ostinato.runtime.artifact import Proof
 from ostinato.runtime.pooling.pool_inputs import pool_inputs
 from ostinato.runtime.pooling.pool_proof import prove_pooling
 from ostinato.runtime.proof import interpret
@@ -54,11 +56,11 @@ class Captured:
         inputs = pool_inputs(sequences, types, self.pooling.pooling)
         return interpret(self.graph.graph_module, self.weight, inputs, (), None)
 
-    def prove(self) -> None:
-        """As a compile does it, with the graph itself as the program."""
+    def prove(self, spoil: Callable[[Tensor], Tensor] = lambda results: results) -> Proof:
+        """As a compile does it, with the graph itself as the program; `spoil` changes its results."""
         graph = self.graph.graph_module
-        prove_pooling(
-            graph, self.weight, lambda inputs, kv: interpret(graph, self.weight, inputs, kv, None),
+        return prove_pooling(
+            graph, self.weight, lambda inputs, kv: spoil(interpret(graph, self.weight, inputs, kv, None)),
             self.pooling, alone=self.graph.alone, dtype=torch.float32, vocab_size=VOCAB,
             longest=self.graph.facts.max_model_len,
         )  # fmt: skip

@@ -42,9 +42,20 @@ def test_no_sequence_is_longer_than_the_model_s_window() -> None:
     for step in classes(SMALL, ALL, 600):
         lengths = lengths_of(step, 600)
         assert max(lengths.total) <= 600
-        assert sum(lengths.new) <= lengths.num_tokens == step.tokens
+        assert lengths.num_tokens == (min(step.tokens, 600) if step.kind == "lone" else step.tokens)
+        assert sum(lengths.new) <= lengths.num_tokens
         assert all(new <= total for new, total in zip(lengths.new, lengths.total, strict=True))
-    assert StepClass(SMALL, "lone", 2048) not in classes(SMALL, ALL, 600)
+
+
+@pytest.mark.parametrize(
+    ("window", "lone"),
+    [(100, [512]), (512, [512]), (513, [512, 2048]), (4096, [512, 2048, 8192]), (1 << 20, [512, 2048, 8192])],
+)
+def test_every_lone_prompt_that_fits_has_a_class(window: int, lone: list[int]) -> None:
+    found = classes(SMALL, ALL, window)
+    assert [step.tokens for step in found if step.kind == "lone"] == lone
+    longest = StepClass(SMALL, "lone", lone[-1])
+    assert lengths_of(longest, window).num_tokens == min(window, lone[-1])
 
 
 def test_only_classes_with_several_ways_are_measured() -> None:
@@ -141,6 +152,7 @@ def test_the_fastest_way_of_each_class_is_chosen_and_used_from_then_on(kernels: 
     measured = measure(choices, window=64, device=CPU)
     assert {(one.step.kind, one.step.tokens) for one in measured} == {
         ("lone", 48),
+        ("lone", 80),  # by a prompt of 64 tokens
         ("mixed", 48),
         ("mixed", 80),
         ("decode", 6),
