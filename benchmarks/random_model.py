@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +63,7 @@ SMOL_135M: dict[str, Any] = LLAMA_8B | {
     "bos_token_id": 1,
 }
 SHAPES = {"llama-8b": LLAMA_8B, "smollm2-135m": SMOL_135M}
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SPREAD = 0.02  # standard deviation of a weight, as such models are initialised with
 
 
@@ -97,14 +99,19 @@ class RandomSource:
         return (1 + SPREAD * drawn if len(shape) == 1 else SPREAD * drawn).cpu()
 
     def write_tokenizer(self, dest: Path) -> None:
-        """Bytes as tokens: enough to send and read text."""
+        """As many tokens and merges as the model has ids, and a chat template: loading takes as long."""
         dest.mkdir(parents=True)
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+        pairs = list(product(letters, letters))
+        triples = ((first + second, third) for (first, second), third in product(pairs, letters))
+        merges = list(islice(chain(pairs, triples), self.config["vocab_size"] - len(letters)))
+        tokens = chain(letters, (left + right for left, right in merges))
+        tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, merges))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.save(str(dest / "tokenizer.json"))
         (dest / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        (dest / "chat_template.jinja").write_text(TEMPLATE)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -91,22 +91,24 @@ class LLM:
             with compile_progress(Path(path).name, show=progress) as report:
                 folder = resolve_artifact(path, config, progress=report)
             engine = EngineThread(folder, config, load=partial(load_artifact, digest=digest))
-            self._open(engine, TextFrontEnd.load(folder / "tokenizer"), config)
+            self._open(engine, partial(TextFrontEnd.load, folder / "tokenizer"), config)
 
     @classmethod
     def over(cls, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> Self:
         """An LLM over an engine of your own, not started yet; it is closed with the LLM."""
         llm = cls.__new__(cls)
-        llm._open(client, text, config)
+        llm._open(client, lambda: text, config)
         return llm
 
-    def _open(self, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> None:
+    def _open(
+        self, client: EngineClient, load_text: Callable[[], TextFrontEnd], config: EngineConfig
+    ) -> None:
         self.config = config
-        self._session = Session(client, text, config)
+        self._session = Session(client, config)
         # The session does not know this object, so it is also closed when the object is dropped, and at exit.
         self._finalizer = weakref.finalize(self, self._session.close)
         try:
-            self._session.run(client.start())
+            self._session.open(load_text)
         except BaseException:
             self.close()
             raise

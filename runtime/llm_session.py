@@ -45,14 +45,14 @@ class Job:
 
 
 class Session:
-    """Runs coroutines on a thread of its own. `run` and the makers of jobs are for any other thread."""
+    """Runs coroutines on a thread of its own. `run` and the makers of jobs are for any other thread, once it
+    is open.
+    """
 
-    def __init__(self, client: EngineClient, text: TextFrontEnd, config: EngineConfig) -> None:
+    def __init__(self, client: EngineClient, config: EngineConfig) -> None:
         self.client = client
-        self.text = text
+        self._text: TextFrontEnd | None = None
         self._server = config.server
-        if config.server.reasoning_start_str or config.server.reasoning_end_str:
-            _thought_marks(text, config.server)  # what is wrong in the settings is known now
         self._numbers = count()
         # Requests beyond what the engine would queue wait here instead of being refused.
         self._room = asyncio.Semaphore(config.scheduler.max_waiting)
@@ -60,6 +60,24 @@ class Session:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ostinato-llm", daemon=True)
         self._thread.start()
+
+    def open(self, load_text: Callable[[], TextFrontEnd]) -> None:
+        """Start the engine; read tokenizer and chat template meanwhile. Raises what goes wrong in either."""
+        starting = asyncio.run_coroutine_threadsafe(self.client.start(), self._loop)
+        try:
+            self._text = load_text()
+            if self._server.reasoning_start_str or self._server.reasoning_end_str:
+                _thought_marks(self._text, self._server)  # what is wrong in the settings is known now
+            starting.result()
+        except BaseException:
+            starting.cancel()
+            raise
+
+    @property
+    def text(self) -> TextFrontEnd:
+        """Tokenizer and chat template."""
+        assert self._text is not None, "the session is not open"
+        return self._text
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the session's loop and wait for the result; an interrupt cancels the work."""
@@ -104,7 +122,8 @@ class Session:
         if os.getpid() != self._pid:
             return
         self.run(self.client.close())
-        self.text.close()
+        if self._text is not None:
+            self._text.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
