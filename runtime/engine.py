@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 import torch
 
-from ostinato.errors import ConfigError, RequestError
+from ostinato.errors import RequestError
 from ostinato.runtime.answer_rules import make_rules, read_rules
 from ostinato.runtime.config import EngineConfig, resolve
 from ostinato.runtime.context_window import context_window
@@ -45,6 +45,7 @@ from ostinato.runtime.scheduling.plan import Outcome, Plan
 from ostinato.runtime.scheduling.scheduler import Scheduler
 from ostinato.runtime.sleep import Sleeper
 from ostinato.runtime.step_backend import CpuBackend, LaunchedStep, StepBackend
+from ostinato.runtime.step_room import NoRoomError, StepRoom
 
 log = logging.getLogger(__name__)
 
@@ -92,20 +93,16 @@ class Engine:
         )
         try:
             window = context_window(facts, config, self._blocks.capacity * config.kv.block_tokens)
-        except ConfigError:
-            self._sizer.close()
-            raise
-        self.info = EngineInfo(
-            model=config.server.served_name or model.folder.name,
-            vocab_size=facts.vocab_size,
-            max_model_len=window,
-            block_tokens=config.kv.block_tokens,
-            eos_token_ids=facts.eos_token_ids,
-            bos_token_id=facts.bos_token_id,
-            dtype=facts.dtype,
-            artifact=str(model.folder),
-        )
-        try:
+            self.info = EngineInfo(
+                model=config.server.served_name or model.folder.name,
+                vocab_size=facts.vocab_size,
+                max_model_len=window,
+                block_tokens=config.kv.block_tokens,
+                eos_token_ids=facts.eos_token_ids,
+                bos_token_id=facts.bos_token_id,
+                dtype=facts.dtype,
+                artifact=str(model.folder),
+            )
             self._backend = self._make_backend(model, window, stream)
         except BaseException:
             self._sizer.close()
@@ -120,6 +117,7 @@ class Engine:
             frozenset(facts.eos_token_ids),
             max_in_flight=self._backend.max_in_flight,
         )
+        self._step_room = StepRoom(self._scheduler, clock)
         self._sleeper = Sleeper(model.weights, self._memory, self._sizer, self._scheduler)
         self._profiler = Profiler(
             config.profile, model.device, name_calls=model.name_calls, wake=self.inbox.wake
@@ -191,6 +189,7 @@ class Engine:
         refusals, events = self._admit(self.inbox.drain())
         refusals += self._unpark()
         self._sizer.grow(self._scheduler.blocks_wanted())
+        self._step_room.recover()
         if not self._in_flight:
             self._pause()
         must_wait = self._sizer.wants_quiet or self._backend.wants_pause or self._sleeper.level
@@ -297,7 +296,8 @@ class Engine:
             with self._profiler.step(plan.step, len(plan.entries), plan.num_tokens):
                 self._in_flight.append(self._backend.launch(plan, self._rules.limits(plan)))
         except Exception as error:  # a border: whatever a model raises, the other requests go on
-            return self._settle_all() + self._failed(plan, error)
+            again = isinstance(error, NoRoomError) and self._step_room.take_back(plan, error)
+            return self._settle_all() + ([] if again else self._failed(plan, error))
         return []
 
     def _settle_all(self) -> list[TokenEvent]:

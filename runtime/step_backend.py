@@ -56,6 +56,7 @@ class StepBackend(Protocol):
     def launch(self, plan: Plan, limits: Mapping[str, Limit]) -> LaunchedStep:
         """Start a step. What it raises concerns this plan alone.
 
+        NoRoomError: the device has no memory for it; its requests can be planned again, in smaller steps.
         `limits`: the tokens that may be sampled, for requests with rules; masks may change as soon as this
         returns.
         """

@@ -32,6 +32,7 @@ from ostinato.runtime.runner import KVPlane, Model, StepShape
 from ostinato.runtime.sampling.device_sampler import DeviceSampler, ScoredRow
 from ostinato.runtime.scheduling.plan import Plan
 from ostinato.runtime.step_backend import LaunchedStep
+from ostinato.runtime.step_room import NoRoomError
 from ostinato.runtime.token_limits import NO_LIMITS, Limit
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,8 @@ class GpuBackend:
             if rows.chosen.worded:
                 self._sampler.bar_words(rows.chosen, positions, self._last_tokens)
             if fit.replay is None:
-                logits = self._body(shape)
+                logits = self._compute_with_room(shape)
+                self._sample(shape, logits)
             else:
                 fit.replay.graph.replay()
                 logits = fit.replay.logits
@@ -256,13 +258,34 @@ class GpuBackend:
 
     def _body(self, shape: StepShape) -> Tensor:
         """All kernels of a step, in order; this is what a graph captures."""
+        logits = self._compute(shape)
+        self._sample(shape, logits)
+        return logits
+
+    def _compute(self, shape: StepShape) -> Tensor:
         STORE.carveout = step_carveout(shape.tokens)
-        inputs, samples = self._buffers.inputs(shape)
+        inputs, _ = self._buffers.inputs(shape)
         take_pending._launch(inputs.token_ids, self._last_tokens)
-        logits = self._model(inputs, self._planes)
+        return self._model(inputs, self._planes)
+
+    def _compute_with_room(self, shape: StepShape) -> Tensor:
+        """Logits. Raises NoRoomError: KV of the step may be written, which the next try does again."""
+        try:
+            return self._compute(shape)
+        except torch.OutOfMemoryError:
+            self.check()
+            torch.cuda.empty_cache()  # pieces of other sizes, which are of no use to this step
+        try:
+            return self._compute(shape)
+        except torch.OutOfMemoryError as error:
+            self.check()
+            torch.cuda.empty_cache()
+            raise NoRoomError(str(error).partition("\n")[0]) from error
+
+    def _sample(self, shape: StepShape, logits: Tensor) -> None:
+        _, samples = self._buffers.inputs(shape)
         out = self._output(shape.logit_rows)
         self._sampler.launch(logits, samples, out.tokens, out.status, self._last_tokens)
-        return logits
 
     def _prepare(self, shape: StepShape) -> None:
         """Inputs of this shape that write no KV and read block 0: one long row, the others one token each.

@@ -53,6 +53,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.config = config
+        self.step_tokens = config.max_step_tokens  # of the next plan, at most
         self.window = min(max_model_len, pool.capacity * pool.block_tokens)  # tokens, prompt and answer
         self.counters = SchedulerCounters()
         self._eos_token_ids = eos_token_ids
@@ -215,6 +216,16 @@ class Scheduler:
                 self._slots.settle(sequence)
         return outcomes
 
+    def take_back(self, plan: Plan) -> None:
+        """The newest plan does not run after all: what it had is to be planned again."""
+        assert self._in_flight, "take_back() without a plan in flight"
+        assert self._in_flight[-1][0] is plan, "only the newest plan can be taken back"
+        _, sequences = self._in_flight.pop()
+        for entry, sequence in zip(plan.entries, sequences, strict=True):
+            sequence.take_back(entry)
+            if sequence.in_flight == 0 and sequence.phase in (Phase.LEAVING, Phase.ENDED):
+                self._slots.settle(sequence)
+
     def awaited(self) -> set[str]:
         """Live requests of the oldest plan in flight: `complete` will use what is sampled for these."""
         _, sequences = self._in_flight[0]
@@ -281,7 +292,7 @@ class Scheduler:
             elif todo > 1:
                 prefills.append(sequence)
                 promised += sequence.lacking_blocks(self.pool.block_tokens)
-        budget = self.config.max_step_tokens
+        budget = self.step_tokens
         room = budget - (max(1, budget // PREFILL_SHARE) if prefills and budget > 1 else 0)
         if len(decodes) > room:
             turns = sorted(decodes, key=lambda decode: decode[0].last_step)

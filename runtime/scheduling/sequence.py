@@ -155,6 +155,14 @@ class Sequence:
         )
         return tuple.__new__(PlanEntry, entry)  # a fifth of the time of PlanEntry(...)
 
+    def take_back(self, entry: PlanEntry) -> None:
+        """Undo the `plan` that gave this entry, the newest."""
+        self.scheduled = entry.start
+        self.pending -= entry.samples
+        self.in_flight -= 1
+        if entry.prompt_logit_rows:
+            self.prompt_rows = entry.start + entry.prompt_logit_rows[0]
+
     def lose_blocks(self) -> None:
         """Forget the KV, keep the tokens: everything is computed again."""
         self.block_ids = ()

@@ -58,7 +58,6 @@ class FakeDevice:
         self.scheduler = Scheduler(self.pool, config, window, eos, max_in_flight=max_in_flight)
         self.clients: dict[str, Client] = {}
         self.plans: list[Plan] = []
-        self._budget = budget
         self._model = model
         self._written: dict[tuple[int, int], int] = {}  # (block, offset) -> KV
         self._history: dict[str, list[int]] = {}  # prompt and every token sampled
@@ -96,12 +95,21 @@ class FakeDevice:
         if plan is None:
             return None
         assert plan.entries
-        assert plan.num_tokens == sum(len(e.token_ids) for e in plan.entries) <= self._budget
+        assert plan.num_tokens == sum(len(e.token_ids) for e in plan.entries) <= self.scheduler.step_tokens
         assert len({entry.request_id for entry in plan.entries}) == len(plan.entries)
         sampled = {e.request_id: token for e in plan.entries if (token := self._run(e)) is not None}
         self.plans.append(plan)
         self._launched.append((plan, sampled))
         return plan
+
+    def take_back(self) -> None:
+        """The newest step was not for this device."""
+        plan, sampled = self._launched.pop()
+        for name in sampled:
+            self._history[name].pop()
+            del self._kv[name][len(self._history[name]) :]
+        self.scheduler.take_back(plan)
+        self.scheduler.check()
 
     def settle(self, failed: dict[str, str] | None = None) -> list[Outcome]:
         """Tell the scheduler the outcome of the oldest step."""

@@ -41,7 +41,7 @@ FACTS = ModelFacts(
 
 
 class NoModel:
-    """Stands for an artifact; its steps are replayed, so it is never called."""
+    """Stands for an artifact; it is called for steps that are not replayed."""
 
     facts = FACTS
     folder = Path("nothing")
@@ -96,10 +96,12 @@ class NoGpuBackend(GpuBackend):
         graph = cast("torch.cuda.CUDAGraph", SimpleNamespace(replay=replay))
         return Replay(graph, torch.zeros(shape.logit_rows, FACTS.vocab_size))
 
-    def _body(self, shape: StepShape) -> Tensor:
-        replay = self._replay(shape)
-        replay.graph.replay()
-        return replay.logits
+    def _compute(self, shape: StepShape) -> Tensor:
+        inputs, _ = self._buffers.inputs(shape)
+        return self._model(inputs, self._planes)
+
+    def _sample(self, shape: StepShape, logits: Tensor) -> None:
+        self._replay(shape).graph.replay()
 
     def check(self) -> None:
         """There is no device that could fail."""

@@ -1,16 +1,20 @@
 """What fails on a GPU ends what it concerns: a request, a step's requests, or the engine, with the reason."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from ostinato.errors import EngineDead, EngineError
+from ostinato.ops.step_inputs import StepInputs
+from ostinato.runtime.config import GpuConfig
 from ostinato.runtime.gpu.gpu_backend import GpuBackend
 from ostinato.runtime.runner import StepShape
+from ostinato.runtime.step_room import SMALL_S
 from tests.support.engine_runs import events_of, finish, tokens_of
 from tests.support.no_gpu import TOKEN, HostEngine, NoGpuBackend, NoModel, config, request
 
@@ -232,3 +236,73 @@ def test_inputs_of_a_captured_shape_stay_inside_the_block_tables(shape: StepShap
         assert int(inputs.positions.max()) < room
         assert inputs.query_start.tolist()[-1] == shape.tokens
         assert set(inputs.slot_mapping.tolist()) == {-1}
+
+
+class NarrowModel(NoModel):
+    """A device without memory for steps of more tokens than that."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.sizes = room, list[int]()
+
+    def __call__(self, inputs: StepInputs, kv: Sequence[Tensor], /) -> Tensor:
+        self.sizes.append(inputs.token_ids.shape[0])
+        if self.sizes[-1] > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        return super().__call__(inputs, kv)
+
+
+def test_a_step_that_finds_no_memory_is_made_again_smaller_and_nobody_loses_a_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    model = NarrowModel(1500)
+    with HostEngine(model, config(), clock=lambda: now) as engine:
+        engine.inbox.put(*(request(f"short{at}", 40) for at in range(3)))
+        news = [message for _ in range(4) for message in engine.step()]
+        engine.inbox.put(
+            request("long", 5, prompt=1900), request("scored", 3, prompt=1900, prompt_logprobs=0)
+        )
+        news += finish(engine)
+        for at in range(3):
+            assert tokens_of(news, f"short{at}") == [TOKEN] * 40
+        assert tokens_of(news, "long") == [TOKEN] * 5
+        assert tokens_of(news, "scored") == [TOKEN] * 3
+        (scores,) = [event.prompt_logprobs for event in events_of(news, "scored") if event.prompt_logprobs]
+        assert len(scores) == 1900
+        assert engine.stats().preemptions == 0
+        engine.check()
+
+        too_large = [size for size in model.sizes if size > model.room]
+        assert len(set(too_large)) * 2 == len(too_large) > 0, "each was tried again with an empty cache"
+        said = [record.getMessage() for record in caplog.records if "found no memory" in record.getMessage()]
+        assert len(said) == len(set(too_large))
+        assert "CUDA out of memory. Tried to allocate 2 GiB); steps have at most" in said[0]
+
+        model.sizes.clear()
+        engine.inbox.put(request("next", 1, prompt=1901))
+        assert tokens_of(finish(engine), "next") == [TOKEN]
+        assert max(model.sizes, default=0) <= model.room, "steps stay small for a while"
+        now, model.room = SMALL_S + 0.1, 4096
+        engine.inbox.put(request("later", 1, prompt=1902))
+        assert tokens_of(finish(engine), "later") == [TOKEN]
+        assert 1902 in model.sizes
+
+
+def test_a_device_without_memory_for_one_token_ends_the_request_with_the_reason() -> None:
+    settings = config().model_copy(update={"gpu": GpuConfig(graph_tokens=0)})
+    with HostEngine(NarrowModel(0), settings) as engine:
+        cast("Any", backend_of(engine)._graphs)._captured.clear()
+        engine.inbox.put(request("r", 4, prompt=100))
+        (last,) = events_of(finish(engine), "r")
+        assert last.finish_reason == "error"
+        assert last.error == ("the step failed: NoRoomError: CUDA out of memory. Tried to allocate 2 GiB")
+        engine.check()
+
+
+def test_memory_that_comes_free_when_the_cache_is_emptied_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = NarrowModel(100)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(model, "room", 4096))
+    with HostEngine(model, config()) as engine:
+        engine.inbox.put(request("r", 2, prompt=1900))
+        assert tokens_of(finish(engine), "r") == [TOKEN] * 2
+        assert model.sizes == [1900, 1900]

@@ -1,4 +1,4 @@
-"""Random arrivals, aborts, growth and shrinking on a device that is strict about what it reads."""
+"""Random arrivals, aborts, growth and steps taken back on a device that is strict about what it reads."""
 
 import random
 
@@ -41,6 +41,10 @@ def test_random_arrivals_and_aborts_keep_the_books_and_the_answers(seed: int, ma
             device.pool.grow_to(rng.randint(device.pool.committed, 40))
         elif action < 0.5 and in_flight == 0:
             device.pool.shrink_tail(keep=32)
+        elif action < 0.6 and in_flight:
+            device.take_back()
+            in_flight -= 1
+            device.scheduler.step_tokens = rng.choice([1, 2, device.scheduler.config.max_step_tokens])
         elif in_flight < max_in_flight and device.launch() is not None:
             in_flight += 1
         elif in_flight:
