@@ -78,6 +78,50 @@ def test_what_memory_costs_on_a_cpu_is_what_the_record_says():
         assert re.search(row, text, re.M), row
 
 
+def ratios(name: str) -> dict[str, float]:
+    rows = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+    return {row["metric"]: row["ratio"] for row in rows}
+
+
+def test_the_readme_and_the_changelog_claim_what_the_records_say():
+    readme, changes = (ROOT / "README.md").read_text(), (ROOT / "CHANGELOG.md").read_text()
+    header, gpu = recorded("gpu_engine_llama_8b")
+    steps = [gpu[f"decode_ms_b{batch}_bf16"] for batch in (1, 8, 32, 128, 256)]
+    start = f"{gpu['start_to_first_token_s_8b']:.1f} s"
+    assert (
+        f"at commit {header['commit']}, {steps[0]:.1f}, {steps[2]:.1f} and {steps[4]:.1f} ms per decode step "
+        f"at batch 1, 32 and 256, and {start} from the start"
+    ) in readme
+    assert (
+        f"{', '.join(f'{step:.3g}' for step in steps)} ms per step at batch 1, 8, 32, 128, 256; "
+        + f"{gpu['offline_tok_s_bf16']:,.0f} output".replace(",", " ")
+    ) in changes
+    assert (
+        f"tokens {gpu['prefill_ms_4096_bf16']:.0f} ms; captures {gpu['capture_s_8b']:.1f} s and "
+        f"{gpu['capture_mib_8b']:.0f} MiB; start to first token {start}"
+    ) in changes
+
+    _, cpu = recorded("cpu_decode")
+    times = ratios("cpu_decode")
+    by_type = {dtype: times[f"cpu_decode_tok_s_b1_{dtype}"] for dtype in ("bfloat16", "float32")}
+    assert f"at {by_type['bfloat16']:.1f} times the speed" in readme
+    assert (
+        f"({cpu['cpu_decode_tok_s_b1_bfloat16']:.0f} tokens/s at batch 1, "
+        f"{cpu['cpu_decode_tok_s_b8_bfloat16']:.0f} at batch 8; float32 {by_type['float32']:.1f} times)"
+    ) in readme
+    assert f"512 tokens at {times['cpu_prefill_512_tok_s_bfloat16']:.1f} times" in readme
+
+    _, demo = recorded("demo_start")
+    assert f"The demo model compiles in {demo['demo_compile_s']:.0f} s" in changes
+    assert f"a fresh process {demo['demo_load_to_first_token_s']:.1f} s" in changes
+
+
+def test_a_step_of_the_small_model_takes_on_a_gpu_what_the_record_says():
+    _, gpu = recorded("gpu_engine_smollm2_135m")
+    told = f"take {gpu['smol_decode_ms_b1']:.2f} ms on an H200 at batch 1"
+    assert told in (ROOT / "docs/graphs.md").read_text()
+
+
 def test_pages_name_only_settings_that_exist():
     known = {path for path, _ in settings()}
     sections = "|".join(sorted({path.split(".")[0] for path in known if "." in path}))
