@@ -20,10 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.errors import EngineDead, EngineError
+from ostinato.errors import EngineError
 from ostinato.ops import take_pending
 from ostinato.ops.kernel_store import STORE
 from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.device_health import check_device
 from ostinato.runtime.gpu.launched_step import Launched, OpenRequest, StepRows, scored_rows
 from ostinato.runtime.gpu.step_buffers import Columns, StepBuffers
 from ostinato.runtime.gpu.step_graphs import Fit, StepGraphs, bucket_shapes
@@ -205,11 +206,7 @@ class GpuBackend:
 
     def check(self) -> None:
         """Wait for the device. Raises EngineDead: an error of an earlier step has ended its context."""
-        try:
-            self.stream.synchronize()
-        except RuntimeError as error:
-            said = str(error).partition("\n")[0]
-            raise EngineDead(f"{self._device} computes no more ({said}); start the engine anew") from error
+        check_device(self._device, self.stream.synchronize)
 
     def eager_steps(self) -> Mapping[str, int]:
         """Steps that ran without a captured graph, by reason."""

@@ -12,6 +12,7 @@ import base64
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,6 +30,7 @@ from ostinato.errors import (
 from ostinato.graph.facts import ModelFacts, PoolingFacts
 from ostinato.ops.step_inputs import PoolInputs
 from ostinato.runtime.config import EngineConfig, resolve
+from ostinato.runtime.device_health import check_device
 from ostinato.runtime.engine import STATS_S, Outlet
 from ostinato.runtime.frames import Message
 from ostinato.runtime.inbox import Inbox
@@ -206,27 +208,38 @@ class PoolEngine:
         self._queue.add(request, self._clock())
 
     def _run(self, taken: Sequence[Waiting]) -> list[PoolResult]:
-        """Results of a step. One that raises ends its own inputs only."""
+        """Results of a step. Where it raises, its halves are tried: who is at fault fails alone."""
         now = self._clock()
         requests = [one.request for one in taken]
-        try:
-            numbers = [
-                _encoded(finished(row, request, self._pooling))
-                for row, request in zip(self._computed(requests), requests, strict=True)
-            ]
-            errors = [""] * len(taken)
-        except Exception as error:  # a border: whatever a model raises, the other requests go on
-            log.error(
-                "step %d failed; its %d inputs end with an error", self._steps, len(taken), exc_info=error
-            )
-            numbers = [""] * len(taken)
-            errors = [f"the step failed: {type(error).__name__}: {error}"] * len(taken)
+        numbers, error = self._numbers(requests)
+        if error and len(taken) > 1:
+            half = len(taken) // 2
+            return self._run(taken[:half]) + self._run(taken[half:])
         return [
-            PoolResult(
-                request_id=one.request.request_id, numbers=made, error=error, queued_s=now - one.arrived_s
-            )
-            for one, made, error in zip(taken, numbers, errors, strict=True)
+            PoolResult(request_id=request.request_id, numbers=made, error=error, queued_s=now - one.arrived_s)
+            for one, request, made in zip(taken, requests, numbers, strict=True)
         ]
+
+    def _numbers(self, requests: Sequence[PoolRequest]) -> tuple[list[str], str]:
+        """Of each input, encoded, and no error; or nothing and what went wrong."""
+        try:
+            rows = self._computed(requests)
+            return [
+                _encoded(finished(row, request, self._pooling))
+                for row, request in zip(rows, requests, strict=True)
+            ], ""
+        except Exception as wrong:  # a border: whatever a model raises, the other requests go on
+            error = f"the step failed: {type(wrong).__name__}: {wrong}"
+            if len(requests) == 1:
+                log.error("step %d failed; its input ends with an error", self._steps, exc_info=wrong)
+            else:
+                log.warning(
+                    "step %d: %s; each half of its %d inputs is tried", self._steps, error, len(requests)
+                )
+        if self._model.device.type == "cuda":
+            check_device(self._model.device, partial(torch.cuda.synchronize, self._model.device))
+            torch.cuda.empty_cache()
+        return [""] * len(requests), error
 
     def _computed(self, requests: Sequence[PoolRequest]) -> Tensor:
         """[B, size] in float32 on the host."""

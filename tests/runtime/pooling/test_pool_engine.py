@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.errors import ConfigError, InvalidRequest
+from ostinato.errors import ConfigError, EngineDead, InvalidRequest
 from ostinato.runtime.config import EngineConfig, ProfileConfig, SchedulerConfig
 from ostinato.runtime.frames import Message
 from ostinato.runtime.messages import (
@@ -26,6 +26,7 @@ from ostinato.runtime.messages import (
     StopProfile,
     Wake,
 )
+from ostinato.runtime.pooling import pool_engine
 from ostinato.runtime.pooling.pool_answers import PoolAnswers
 from ostinato.runtime.pooling.pool_engine import PoolEngine
 from ostinato.runtime.pooling.pool_text import floats
@@ -97,14 +98,42 @@ def test_scores_go_through_the_models_sigmoid_and_types_reach_it():
     assert found["plain"] != found["as it is"]
 
 
-def test_a_step_that_raises_ends_its_own_inputs_only(caplog: pytest.LogCaptureFixture):
-    made = engine(ToyPoolModel(broken=7), max_step_tokens=2)
-    made.inbox.put(ask("good", 5), ask("with it", 6), ask("bad", 7, 7), ask("after", 8))
+def test_an_input_that_raises_fails_alone_whoever_is_in_its_step(caplog: pytest.LogCaptureFixture):
+    model = ToyPoolModel(broken=7)
+    made = engine(model)
+    ids = {"good": (5,), "with it": (6, 6), "bad": (7, 7), "after": (8,), "next": (9, 9)}
+    made.inbox.put(*(ask(name, *tokens) for name, tokens in ids.items()))
     found = drained(made)
-    assert {name: one.error for name, one in found.items() if one.error} == {
-        "bad": "the step failed: RuntimeError: a broken token"
-    }
-    assert "step 2 failed; its 1 inputs" in caplog.text
+    assert model.steps == [[1, 2, 2, 1, 2], [1, 2], [2, 1, 2], [2], [1, 2]]
+    failed = found.pop("bad")
+    assert (failed.error, failed.numbers) == ("the step failed: RuntimeError: a broken token", "")
+    for name, one in found.items():
+        truth = numbers(list(ids[name]))
+        assert one.error == ""
+        assert floats(one.numbers) == pytest.approx((truth / truth.norm()).tolist()), name
+    assert "step 1: the step failed: RuntimeError: a broken token; each half of its 5 inputs" in caplog.text
+    assert caplog.text.count("step 1 failed; its input ends with an error") == 1
+
+
+def test_a_device_that_computes_no_more_ends_the_engine(monkeypatch: pytest.MonkeyPatch):
+    model = ToyPoolModel(broken=7)
+    model.device = torch.device("cuda")
+    monkeypatch.setattr(pool_engine, "moved", lambda inputs, device: inputs)
+    cleared: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cleared.append("cleared"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with engine(model) as made:
+        made.inbox.put(ask("good", 5), ask("bad", 7))
+        assert drained(made)["good"].error == ""
+        assert len(cleared) == 2, "before each smaller try, and behind the last"
+
+        def broken(device: torch.device) -> None:
+            raise RuntimeError(f"CUDA error: illegal address on {device}\nmore")
+
+        monkeypatch.setattr(torch.cuda, "synchronize", broken)
+        made.inbox.put(ask("bad", 7))
+        with pytest.raises(EngineDead, match=r"cuda computes no more \(CUDA error: .* on cuda\); start"):
+            made.step()
 
 
 @pytest.mark.parametrize(
