@@ -202,6 +202,22 @@ def test_an_artifact_of_another_gpu_is_refused(float32):
         load_artifact(folder)
 
 
+def test_steps_that_find_no_memory_are_made_again_smaller_with_the_same_tokens(float32, cases, caplog):
+    with gpu_engine(float32, kv=NO_CACHE, gpu=GpuConfig(graph_tokens=256)) as engine:
+        while engine._idle():  # all that small steps need is captured
+            pass
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(engine._backend._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        try:
+            assert answers(engine, asked(cases)) == wanted(cases)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert "tokens found no memory" in caplog.text
+        assert engine.stats().preemptions == 0
+        engine.check()
+
+
 @pytest.mark.parametrize("seed", range(3, 3 + RACES))
 def test_random_arrivals_aborts_and_preemptions_give_the_tokens_of_requests_alone(float32, seed):
     truth = {}
