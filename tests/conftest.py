@@ -1,6 +1,8 @@
-"""What every test run needs: no spinning OpenMP threads, and Triton's interpreter where there is no GPU."""
+"""What every test run needs: no spinning OpenMP threads, Triton's interpreter where there is no GPU."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 # A spinning OpenMP team makes a busy neighbour several times slower; read when torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -25,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _same_random_numbers() -> None:
     """A test draws the same numbers alone, in any order and on any machine."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """What a test has set up for logging says nothing to the next one."""
+    logger = logging.getLogger("ostinato")
+    level, propagates, handlers = logger.level, logger.propagate, [*logger.handlers]
+    yield
+    logger.setLevel(level)
+    logger.propagate, logger.handlers = propagates, handlers
 
 
 @pytest.fixture(autouse=True)
