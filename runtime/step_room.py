@@ -30,8 +30,12 @@ class StepRoom:
         self._until: float | None = None
 
     def take_back(self, plan: Plan, error: NoRoomError) -> bool:
-        """Let the newest plan be made again with half its tokens. False: it had only one."""
+        """Let the newest plan be made again with half its tokens. False: it had only one.
+
+        Its request cannot run then; the others, which may be replayed, need no small steps for it.
+        """
         if plan.num_tokens == 1:
+            self._allow_full()
             return False
         self._scheduler.take_back(plan)
         self._scheduler.step_tokens = plan.num_tokens // 2
@@ -49,5 +53,8 @@ class StepRoom:
     def recover(self) -> None:
         """Allow steps of the full size again when it is time."""
         if self._until is not None and self._clock() >= self._until:
-            self._until = None
-            self._scheduler.step_tokens = self._scheduler.config.max_step_tokens
+            self._allow_full()
+
+    def _allow_full(self) -> None:
+        self._until = None
+        self._scheduler.step_tokens = self._scheduler.config.max_step_tokens

@@ -294,6 +294,9 @@ class Scheduler:
                 promised += sequence.lacking_blocks(self.pool.block_tokens)
         budget = self.step_tokens
         room = budget - (max(1, budget // PREFILL_SHARE) if prefills and budget > 1 else 0)
+        is_eighth = step % PREFILL_SHARE == 0
+        if budget == 1 and prefills and is_eighth and self._slots.secure(prefills[0], 1, 0):
+            room = 0  # of steps of one token prefills have an eighth
         if len(decodes) > room:
             turns = sorted(decodes, key=lambda decode: decode[0].last_step)
             # those whose turn it is, by rank; then, in place of those that lack a block, the next in turn

@@ -299,6 +299,25 @@ def test_a_device_without_memory_for_one_token_ends_the_request_with_the_reason(
         engine.check()
 
 
+def test_a_request_that_no_step_has_memory_for_ends_soon_and_delays_nobody_after_that() -> None:
+    model = NarrowModel(0)
+    with HostEngine(model, config(), clock=lambda: 0.0) as engine:
+        engine.inbox.put(*(request(f"r{at}", 40, prompt=20) for at in range(64)))
+        news = [message for _ in range(4) for message in engine.step()]
+        engine.inbox.put(request("scored", 3, prompt=300, prompt_logprobs=0))
+        begun = engine.stats().steps
+        while not (ends := events_of(news, "scored")):
+            news += engine.step()
+        assert (ends[0].finish_reason, len(ends)) == ("error", 1)
+        assert engine.stats().steps - begun < 20, "halved to one token, and an eighth of those steps"
+        begun = engine.stats().steps
+        news += finish(engine)
+        assert engine.stats().steps - begun < 40, "all at once, as before"
+        for at in range(64):
+            assert tokens_of(news, f"r{at}") == [TOKEN] * 40
+        engine.check()
+
+
 def test_memory_that_comes_free_when_the_cache_is_emptied_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     model = NarrowModel(100)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(model, "room", 4096))

@@ -84,6 +84,28 @@ def test_tiny_budgets_still_serve_everyone(budget: int):
     assert_right(device)
 
 
+def test_of_steps_of_one_token_an_eighth_is_of_prefills_unless_they_find_no_block():
+    device = FakeDevice(blocks=4, block_tokens=16, budget=8, max_running=2)
+    device.add("decodes", 2, max_tokens=29)
+    device.step()
+    device.scheduler.step_tokens = 1
+    device.add("late", 3, max_tokens=1)
+    device.run()
+    assert [p.step for p in device.plans[1:20] if p.entries[0].request_id == "late"] == [8, 16, 18]
+    assert_right(device)
+
+    device = FakeDevice(blocks=4, block_tokens=4, budget=8)
+    device.add("decodes", 3, max_tokens=10)
+    device.step()
+    device.add("late", 8, max_tokens=1)
+    device.scheduler.step_tokens = 5
+    device.step()  # fills the first block of the late one; the decode takes the other two
+    device.scheduler.step_tokens = 1
+    device.run()
+    assert device.clients["decodes"].steps == list(range(1, 11)), "the eighth step was not to be had"
+    assert_right(device)
+
+
 def test_one_slot_serves_strictly_one_at_a_time():
     device = FakeDevice(max_running=1)
     for index in range(3):
@@ -335,12 +357,13 @@ def test_blocks_that_come_back_with_a_step_in_flight_are_waited_for_before_anyon
 
 
 def test_sequences_that_share_all_their_blocks_are_struck_together():
-    device = FakeDevice(blocks=8, block_tokens=4, budget=1)
+    device = FakeDevice(blocks=12, block_tokens=4, budget=1)
     prompt = tuple(range(500, 512))
     device.add("warm", prompt, max_tokens=1)
     device.run()
-    device.add("first", 1, max_tokens=25)
+    device.add("first", 1, max_tokens=33)
     device.step()
+    device.add("next", 9, max_tokens=1)  # has the turns of prefills
     for index in range(2):
         device.add(f"r{index}", (*prompt, 40, 41, 42), max_tokens=1)  # hold three blocks, get no turn
     device.run()
