@@ -42,7 +42,7 @@ class Case:
         assert count > max(layers, default=0) or layers == range(99)
         return self.bound(self.lowered.model_copy(update={"steps": type(self.lowered.steps)(steps)}))
 
-    def prove(self, program):
+    def prove(self, program, block_tokens=BLOCK):
         return prove(
             self.graph,
             lambda node: self.values[node.meta["weight"][1]],
@@ -50,7 +50,7 @@ class Case:
             self.kv_layers,
             dtype=self.dtype,
             vocab_size=VOCAB,
-            block_tokens=BLOCK,
+            block_tokens=block_tokens,
         )
 
 
@@ -124,6 +124,23 @@ def test_what_hides_below_the_largest_error_of_bfloat16_shows_in_the_typical_one
     assert result.max_error < result.budget
     assert result.kv_max_error < result.kv_budget
     assert max(result.typical, result.kv_typical) > 2
+
+
+def test_the_typical_error_of_one_plane_shows_however_empty_its_blocks_are(llama, monkeypatch):
+    def wrong(inputs, kv):
+        logits = llama.program(inputs, kv)
+        if len(inputs.token_ids) < 13:  # the last step: no later logit reads this
+            kv[0] *= 1 + 2**-6
+        return logits
+
+    with pytest.raises(CompileError, match=r"in the worst plane of KV .* \(allowed 1\.75\)"):
+        llama.prove(wrong, block_tokens=64)
+
+    monkeypatch.setattr(proof, "TYPICAL", 100.0)
+    result = llama.prove(wrong, block_tokens=64)
+    assert (result.typical, result.max_error) == (1.0, result.unfused_error)
+    assert result.kv_max_error < result.kv_budget
+    assert result.kv_typical > 2
 
 
 def test_typical_errors_of_a_right_program_are_those_of_the_graph(llama):

@@ -33,6 +33,7 @@ class Client:
     cached_tokens: int = 0
     first_step: int = 0  # number of the step that gave the first token
     steps: list[int] = field(default_factory=list)  # steps with a token
+    scored: list[int] = field(default_factory=list)  # positions of the prompt with a log-probability
 
 
 class FakeDevice:
@@ -115,6 +116,10 @@ class FakeDevice:
         """Tell the scheduler the outcome of the oldest step."""
         plan, sampled = self._launched.pop(0)
         sampled = {name: token for name, token in sampled.items() if name not in (failed or {})}
+        for entry in plan.entries:
+            scored = self.clients[entry.request_id].scored
+            scored += [entry.start + row + 1 for row in entry.prompt_logit_rows]
+            assert scored == [*range(1, len(scored) + 1)], "a token of a prompt is scored twice, or not"
         outcomes = self.scheduler.complete(plan, sampled, failed)
         for outcome in outcomes:
             self._tell(outcome, plan.step)

@@ -288,7 +288,11 @@ def test_a_step_that_finds_no_memory_is_made_again_smaller_and_nobody_loses_a_re
         assert 1902 in model.sizes
 
 
-def test_a_device_without_memory_for_one_token_ends_the_request_with_the_reason() -> None:
+def test_a_device_without_memory_for_one_token_ends_the_request_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     settings = config().model_copy(update={"gpu": GpuConfig(graph_tokens=0)})
     with HostEngine(NarrowModel(0), settings) as engine:
         cast("Any", backend_of(engine)._graphs)._captured.clear()
@@ -296,7 +300,27 @@ def test_a_device_without_memory_for_one_token_ends_the_request_with_the_reason(
         (last,) = events_of(finish(engine), "r")
         assert last.finish_reason == "error"
         assert last.error == ("the step failed: NoRoomError: CUDA out of memory. Tried to allocate 2 GiB")
+        assert len(emptied) == 2 * 7, "100 tokens to 1; what a try has left is of no use to smaller ones"
         engine.check()
+
+
+@pytest.mark.parametrize("healthy", [0, 1])
+def test_a_step_without_memory_is_not_tried_again_on_a_device_that_computes_no_more(
+    healthy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checks = NarrowModel(0), list[None]()
+
+    def check() -> None:
+        if len(checks) == healthy:
+            raise EngineDead("cpu computes no more")
+        checks.append(None)
+
+    with HostEngine(model, config()) as engine:
+        monkeypatch.setattr(backend_of(engine), "check", check)
+        engine.inbox.put(request("r", 2, prompt=1900))
+        with pytest.raises(EngineDead, match="computes no more"):
+            finish(engine)
+        assert model.sizes == [1900] * (healthy + 1)
 
 
 def test_a_request_that_no_step_has_memory_for_ends_soon_and_delays_nobody_after_that() -> None:

@@ -25,3 +25,17 @@ def test_it_is_no_business_of_a_plan_in_flight():
     device.launch()
     with pytest.raises(AssertionError, match="plan in flight"):
         device.scheduler.preempt_all()
+
+
+def test_a_prompt_is_scored_once_though_the_step_that_goes_on_with_it_is_taken_back():
+    device = FakeDevice(budget=8)
+    device.add("a", 20, prompt_logprobs=0)
+    device.step()
+    device.scheduler.preempt_all()
+    device.scheduler.step_tokens = 12
+    device.launch()
+    assert [*device.entry("a").prompt_logit_rows] == [8, 9, 10, 11]
+    device.take_back()
+    device.run()
+    assert device.clients["a"].scored == [*range(1, 20)]
+    assert_right(device)

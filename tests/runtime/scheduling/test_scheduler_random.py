@@ -22,19 +22,22 @@ def test_random_arrivals_and_aborts_keep_the_books_and_the_answers(seed: int, ma
         prefix_cache=seed != 2,
     )
     shared = tuple(range(500, 540))
-    in_flight = 0
+    in_flight, scored = 0, set[str]()
     for index in range(1000):
         action = rng.random()
         if action < 0.25:
             own = tuple(rng.randrange(3, 9) for _ in range(rng.randint(1, 60)))
             prompt = (shared[: rng.randrange(40)] + own)[: rng.randint(1, 100)]
+            scores = rng.choice([None, None, None, 2])
             device.add(
                 f"r{index}",
                 prompt,
                 priority=rng.choice([0, 0, 0, 1, -1]),
                 max_tokens=rng.randint(1, 30),
-                prompt_logprobs=rng.choice([None, None, None, 2]),
+                prompt_logprobs=scores,
             )
+            if scores is not None:
+                scored.add(f"r{index}")
         elif action < 0.4 and device.clients:
             device.abort(rng.choice(list(device.clients)[-12:]))
         elif action < 0.45:
@@ -59,5 +62,7 @@ def test_random_arrivals_and_aborts_keep_the_books_and_the_answers(seed: int, ma
     finished = [name for name, client in device.clients.items() if client.finish == "length"]
     assert len(finished) > 20
     for name in finished:
-        assert device.clients[name].tokens == device.expected(name, len(device.clients[name].tokens))
+        client = device.clients[name]
+        assert client.tokens == device.expected(name, len(client.tokens))
+        assert len(client.scored) == (len(client.prompt) - 1 if name in scored else 0)
     assert {c.finish for c in device.clients.values()} <= {"length", "abort", "error"}
