@@ -163,7 +163,7 @@ class PoolEngine:
         if taken:
             self._steps += 1
             self._tokens += sum(len(one.request.token_ids) for one in taken)
-            news.append(PoolResults(results=tuple(self._run(taken))))
+            news.append(PoolResults(results=tuple(self._run(taken, self._clock()))))
         return news
 
     def stats(self) -> EngineStats:
@@ -207,16 +207,17 @@ class PoolEngine:
             )
         self._queue.add(request, self._clock())
 
-    def _run(self, taken: Sequence[Waiting]) -> list[PoolResult]:
+    def _run(self, taken: Sequence[Waiting], began_s: float) -> list[PoolResult]:
         """Results of a step. Where it raises, its halves are tried: who is at fault fails alone."""
-        now = self._clock()
         requests = [one.request for one in taken]
         numbers, error = self._numbers(requests)
         if error and len(taken) > 1:
             half = len(taken) // 2
-            return self._run(taken[:half]) + self._run(taken[half:])
+            return self._run(taken[:half], began_s) + self._run(taken[half:], began_s)
         return [
-            PoolResult(request_id=request.request_id, numbers=made, error=error, queued_s=now - one.arrived_s)
+            PoolResult(
+                request_id=request.request_id, numbers=made, error=error, queued_s=began_s - one.arrived_s
+            )
             for one, request, made in zip(taken, requests, numbers, strict=True)
         ]
 

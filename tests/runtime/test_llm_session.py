@@ -49,6 +49,8 @@ def test_the_tokenizer_is_read_while_the_engine_starts():
     assert session.text.encode("yes")
     session.close()
     assert engine.closings == 1
+    with pytest.raises(RuntimeError, match="after shutdown"):  # the tokenizer's threads are gone
+        asyncio.run(session.text.off_loop(str))
 
 
 @pytest.mark.parametrize("of_engine", [None, ConfigError("no memory")], ids=["alone", "and the engine"])
@@ -59,6 +61,30 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_engine(of_engine: Exception | 
         session.open(lambda: reads(engine, ArtifactError("broken")))
     session.close()
     assert engine.closings == 1
+
+
+def test_a_start_that_nobody_waits_for_any_more_is_cancelled(monkeypatch: pytest.MonkeyPatch):
+    engine = Waiting()
+    has_begun, was_cancelled = threading.Event(), threading.Event()
+
+    async def start() -> None:
+        has_begun.set()
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        except asyncio.CancelledError:
+            was_cancelled.set()
+            raise
+
+    def interrupted() -> TextFrontEnd:
+        assert has_begun.wait(PATIENCE_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "start", start)
+    session = Session(engine, EngineConfig())
+    with pytest.raises(KeyboardInterrupt):
+        session.open(interrupted)
+    assert was_cancelled.wait(PATIENCE_S / 2)
+    session.close()
 
 
 def test_an_engine_that_cannot_start_says_why():

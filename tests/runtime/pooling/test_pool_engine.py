@@ -115,6 +115,19 @@ def test_an_input_that_raises_fails_alone_whoever_is_in_its_step(caplog: pytest.
     assert caplog.text.count("step 1 failed; its input ends with an error") == 1
 
 
+def test_an_input_has_waited_until_the_first_step_with_it_however_often_that_is_tried():
+    model = ToyPoolModel(broken=7)
+    made = PoolEngine(
+        model,
+        EngineConfig(scheduler=SchedulerConfig(max_step_tokens=3)),
+        clock=lambda: float(len(model.steps)),  # a try takes a second
+    )
+    made.inbox.put(*(ask(name, token) for name, token in (("a", 5), ("bad", 7), ("b", 6), ("next", 8))))
+    waited = {name: one.queued_s for name, one in drained(made).items()}
+    assert model.steps == [[1, 1, 1], [1], [1, 1], [1], [1], [1]]
+    assert waited == {"a": 0.0, "bad": 0.0, "b": 0.0, "next": 5.0}
+
+
 def test_a_device_that_computes_no_more_ends_the_engine(monkeypatch: pytest.MonkeyPatch):
     model = ToyPoolModel(broken=7)
     model.device = torch.device("cuda")
