@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from ostinato.graph.config import GraphConfig
 from ostinato.ops import varlen_attention
+from ostinato.runtime.artifact import Target
+from ostinato.runtime.gpu import pool_target
 from ostinato.runtime.gpu.gpu_model import torch_ops
 from ostinato.runtime.pooling.pool_inputs import pool_inputs
 from ostinato.runtime.program import bind, lower
@@ -31,3 +34,15 @@ def test_a_program_over_torchs_kernels_gives_transformers_vectors(tmp_path: Path
     sequences = [[5, 6, 7, 8], [9], [10, 11]]
     truth = torch.stack([hidden_states(model, ids).mean(0) for ids in sequences])
     assert (run(pool_inputs(sequences, [], "mean"), ()) - truth).abs().max() < 1e-5
+
+
+def test_its_artifacts_are_for_gpus_of_a_kind_however_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    here = Target(device="cuda", machine="x86_64", features=("sm_90", "132 multiprocessors"))
+    monkeypatch.setattr(pool_target, "this_target", lambda device: here)
+    target, compiler = pool_target.GpuPoolTarget(tmp_path, torch.device("cuda")).described()
+    assert (target.device, target.machine, target.features, compiler) == (
+        "cuda",
+        "x86_64",
+        ("sm_90",),
+        "none",
+    )
