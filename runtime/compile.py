@@ -209,7 +209,7 @@ class _Compile:
             compiler_s = target.make_kernels(records, self._config, captured.facts)
         self._seconds["kernels"] = round(compiler_s, 3)  # of the compiler, not of waiting for it
         with self._stage("proof"):
-            proof = self._prove(captured, unfused, target.load(records), target.device)
+            proof = self._prove(captured, unfused, target.load(records), records, target.device)
         with self._stage("write"):
             self._write_graphs(unfused, plans)
             reports += [report for plan in plans for report in plan.reports]
@@ -292,8 +292,9 @@ class _Compile:
         )  # fmt: skip
 
     def _prove(
-        self, captured: CapturedGraph, unfused: fx.GraphModule, program: Bound, device: torch.device
-    ) -> Proof:
+        self, captured: CapturedGraph, unfused: fx.GraphModule, program: Bound,
+        plans: Sequence[PlanRecord], device: torch.device,
+    ) -> Proof:  # fmt: skip
         def weight(node: fx.Node) -> Tensor:
             return evaluate(_substitute(node.meta["weight"], self._by_parameter), self._read)
 
@@ -305,7 +306,8 @@ class _Compile:
         return prove(
             unfused, weight, program, captured.facts.kv_layers,
             dtype=self._dtype, vocab_size=captured.facts.vocab_size,
-            block_tokens=self._config.kv.block_tokens, device=device,
+            block_tokens=self._config.kv.block_tokens, above=plans[-1].first - 1,
+            longest=captured.facts.max_model_len, device=device,
         )  # fmt: skip
 
     def _write_graphs(self, before: fx.GraphModule, plans: Sequence[Plan]) -> None:

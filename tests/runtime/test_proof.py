@@ -42,7 +42,7 @@ class Case:
         assert count > max(layers, default=0) or layers == range(99)
         return self.bound(self.lowered.model_copy(update={"steps": type(self.lowered.steps)(steps)}))
 
-    def prove(self, program, block_tokens=BLOCK):
+    def prove(self, program, block_tokens=BLOCK, **sizes):
         return prove(
             self.graph,
             lambda node: self.values[node.meta["weight"][1]],
@@ -51,6 +51,7 @@ class Case:
             dtype=self.dtype,
             vocab_size=VOCAB,
             block_tokens=block_tokens,
+            **sizes,
         )
 
 
@@ -67,7 +68,7 @@ def llama():
 
 def test_the_unfused_program_is_as_good_as_the_graph(llama):
     result = llama.prove(llama.program)
-    assert result.tokens == 13 + 9 + 1 + 4
+    assert result.tokens == 64 + (12 + 4) + 13, "of the 109 tokens of the first step 64 are looked at"
     assert 0 < result.unfused_error == result.max_error <= result.budget
     assert 0 < result.kv_max_error <= result.kv_budget
 
@@ -89,7 +90,7 @@ def test_wrong_logits_are_refused_with_the_numbers(llama):
 def test_a_wrong_kv_plane_is_refused_though_every_logit_is_right(llama):
     def wrong(inputs, kv):
         logits = llama.program(inputs, kv)
-        if len(inputs.token_ids) < 13:  # the last step: no later logit reads this
+        if len(inputs.token_ids) == 13:  # the last step: no later logit reads this
             kv[-1][1, 0, 0, 0] += 8.0
         return logits
 
@@ -129,7 +130,7 @@ def test_what_hides_below_the_largest_error_of_bfloat16_shows_in_the_typical_one
 def test_the_typical_error_of_one_plane_shows_however_empty_its_blocks_are(llama, monkeypatch):
     def wrong(inputs, kv):
         logits = llama.program(inputs, kv)
-        if len(inputs.token_ids) < 13:  # the last step: no later logit reads this
+        if len(inputs.token_ids) == 13:  # the last step: no later logit reads this
             kv[0] *= 1 + 2**-6
         return logits
 
@@ -141,6 +142,38 @@ def test_the_typical_error_of_one_plane_shows_however_empty_its_blocks_are(llama
     assert (result.typical, result.max_error) == (1.0, result.unfused_error)
     assert result.kv_max_error < result.kv_budget
     assert result.kv_typical > 2
+
+
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        (lambda tokens: tokens == 13, "the decode step alone"),
+        (lambda tokens: 13 < tokens <= 16, "the mixed step alone"),
+        (lambda tokens: tokens > 100, "the first step alone"),
+    ],
+)
+def test_a_fault_of_one_kind_of_step_shows(llama, when, said):
+    wrong = llama.changed(*SCALE, lambda scale: scale * 1.1)
+    with pytest.raises(CompileError, match=r"errors are .* times those of the unfused graph"):
+        llama.prove(lambda inputs, kv: (wrong if when(len(inputs.token_ids)) else llama.program)(inputs, kv))
+
+
+@pytest.mark.parametrize(
+    ("above", "longest", "first"), [(0, 512, 109), (110, 512, 111), (300, 512, 301), (300, 40, 301)]
+)
+def test_the_first_step_has_more_tokens_than_a_program_for_few(llama, above, longest, first):
+    seen = []
+
+    def program(inputs, kv):
+        seen.append((len(inputs.token_ids), len(inputs.seq_lens), int(inputs.seq_lens.max())))
+        assert len({*inputs.slot_mapping.tolist()}) == len(inputs.token_ids), "a slot is written twice"
+        return llama.program(inputs, kv)
+
+    result = llama.prove(program, above=above, longest=longest)
+    assert result.typical == result.kv_typical == 1.0
+    (tokens, count, _), (mixed, _, _), (decode, _, most) = seen
+    assert (tokens, mixed, decode) == (first, count + 3, count)
+    assert most <= longest
 
 
 def test_typical_errors_of_a_right_program_are_those_of_the_graph(llama):
