@@ -9,7 +9,8 @@ Models have random weights; an artifact is compiled into the folder unless it is
 - capture: time and memory of the device that all captured shapes take.
 - decode: wall time between steps of the running engine at a context of about 512 tokens, greedy sampling
   included; of the same steps the GPU's time inside their graphs and between them, where the copies of inputs
-  and tokens are, and how long the host waited for the GPU: while it waits the next step is queued already.
+  and tokens are, and how long the host waited for the GPU: while it waits the next step is queued.
+  Two events are recorded in each of these steps, which cost a few us.
   The baseline is all linear layers of a step through the library under one graph.
 - prefill of 4096 tokens; offline: 256 requests of 512 tokens in and 256 out, from first to last token.
 One record for each model. All of it takes about four minutes on a fresh machine, two of them for compiling.

@@ -138,6 +138,8 @@ def _way(row: Mapping[str, Any]) -> Choice:
         for size in (config.rows, config.block_k, config.num_warps):
             if size < 1 or size & (size - 1):
                 raise ValueError(f"{config} for {op}: rows, block_k and num_warps are powers of two")
+        if config.num_warps > 32:
+            raise ValueError(f"{config} for {op}: a block has at most 32 warps")
         if min(config.split, config.num_stages) < 1 or config.prefetch < 0:
             raise ValueError(f"{config} for {op}: split and num_stages are 1 or more, prefetch 0 or more")
         check_config(op, config, getattr(torch, row["dtype"]), tokens)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ostinato.errors import EngineDead
+from ostinato.errors import ArtifactError, EngineDead
 from ostinato.runtime.bad_words import with_word_ids
 from ostinato.runtime.choice_output import ChoiceOutput, Delta
 from ostinato.runtime.client import EngineClient
@@ -69,6 +69,10 @@ class Session:
             if self._server.reasoning_start_str or self._server.reasoning_end_str:
                 _thought_marks(self._text, self._server)  # what is wrong in the settings is known now
             starting.result()
+        except ArtifactError as error:
+            # the engine has hashed the files: where one is damaged, it knows more than whoever reads it
+            reason = starting.exception()
+            raise (reason if isinstance(reason, ArtifactError) else error) from None
         except BaseException:
             starting.cancel()
             raise

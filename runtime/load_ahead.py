@@ -34,7 +34,7 @@ def load_ahead(folder: Path) -> FileHashes:
 def _is_for_gpu(manifest: Path) -> bool:
     try:
         return bool(json.loads(manifest.read_bytes())["target"]["device"] == "cuda")
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

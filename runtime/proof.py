@@ -42,10 +42,10 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # off by a hundred times that.
 FACTOR = 4.0
 # Ratios of typical errors: 0.97 to 1.27 for logits and to 1.18 for the worst plane on the demo model in
-# bfloat16, eight draws of tokens; closer to 1 on tiny ones of fifteen families. Attention's scale off by 5 % in
-# all layers gives 3.2 in a plane, by 20 % in the sixth of thirty layers too (1.2 in the twenty-first: unseen),
-# an epsilon of 1e-3 in the norms 2.0. In float32 the order of a sum makes the error, and what is wrong is off
-# by thousands.
+# bfloat16, eight draws of tokens; closer to 1 on tiny ones of fifteen families. Attention's scale off by 5 %
+# in all layers gives 3.2 in a plane, by 20 % in the sixth of thirty layers too (in the twenty-first 1.2,
+# which is not seen), an epsilon of 1e-3 in the norms 2.0. In float32 the order of a sum makes the error, and
+# what is wrong is off by thousands.
 TYPICAL = 1.75
 _LEAST = 1 / 16  # of eps: an error below this share counts as so much
 CPU = torch.device("cpu")

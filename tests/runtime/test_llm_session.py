@@ -87,6 +87,16 @@ def test_a_start_that_nobody_waits_for_any_more_is_cancelled(monkeypatch: pytest
     session.close()
 
 
+def test_a_damaged_file_is_told_as_the_engine_tells_it_which_has_hashed_it():
+    engine = Waiting(
+        ArtifactError("tokenizer.json: 500 bytes, the manifest says 9130; compile the model again")
+    )
+    session = Session(engine, EngineConfig())
+    with pytest.raises(ArtifactError, match="the manifest says 9130"):
+        session.open(lambda: reads(engine, ArtifactError("not a readable tokenizer")))
+    session.close()
+
+
 def test_an_engine_that_cannot_start_says_why():
     engine = Waiting(ConfigError("no memory"))
     session = Session(engine, EngineConfig())

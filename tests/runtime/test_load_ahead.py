@@ -64,7 +64,9 @@ def test_weights_for_a_gpu_are_left_out_and_a_context_is_made(tmp_path: Path, co
     assert contexts.acquire(timeout=10)
 
 
-@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"target": "cuda"}', '{"target": {"device": []}}'])
+@pytest.mark.parametrize(
+    "manifest", ["", "[]", "{}", "[" * 100_000, '{"target": "cuda"}', '{"target": {"device": []}}']
+)
 def test_a_damaged_manifest_is_left_to_who_loads_it(tmp_path: Path, contexts, hashed, manifest: str):
     folder = artifact(tmp_path / "made", manifest)
     with load_ahead.load_ahead(folder):
