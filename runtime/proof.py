@@ -72,8 +72,9 @@ def prove(
     ModelError when the model itself gives NaN or infinity, in float64 or in `dtype`.
 
     `weights` gives the tensor of a weight placeholder, in the type that the program uses. The first step has
-    more than `above` tokens: a program for few tokens is not all then. Sequences have at most `longest`. All
-    runs are on `device`; on a GPU the unfused graph's weights stay there, which takes the size of the model.
+    more than `above` tokens: a program for few tokens is not all then. Sequences have at most `longest`, or
+    14. All runs are on `device`; on a GPU the unfused graph's weights stay there, which takes the size of the
+    model.
     """
     prompts = _prompts(above, longest)
     steps = [_moved(inputs, device) for inputs in _steps(prompts, vocab_size, block_tokens, seed)]

@@ -1,7 +1,8 @@
-"""Steps that find no memory on the device are planned again, smaller: nobody loses a request over them.
+"""Steps that find no memory on the device are planned again, smaller.
 
-A replayed graph needs no memory, so steps that are small enough always run. What does not is a long prompt in
-one piece while another program takes the memory that `kv.headroom_gib` keeps free.
+A replayed graph needs no memory, so small steps run where they are captured. What does not is a long prompt
+in one piece while another program takes the memory that `kv.headroom_gib` keeps free. A request is lost only
+if not even one token of it finds memory: where nothing is captured, or its prompt is scored.
 """
 
 from __future__ import annotations

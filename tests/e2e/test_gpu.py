@@ -207,7 +207,7 @@ def test_steps_that_find_no_memory_are_made_again_smaller_with_the_same_tokens(f
         while engine._idle():  # all that small steps need is captured
             pass
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(engine._backend._device).total_memory
+        total = torch.cuda.get_device_properties(backend_of(engine)._device).total_memory
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
         try:
             assert answers(engine, asked(cases)) == wanted(cases)
