@@ -49,6 +49,10 @@ def test_a_wrong_command_line_ends_with_2(words, capsys):
             "compile: error: --kv.max-gib: not here, where it would have no effect; `ostinato serve` has it",
         ),
         (
+            "compile x --profile.folder y",
+            "compile: error: --profile.folder: not here, where it would have no effect; `ostinato serve` has it",
+        ),
+        (
             "bench serve --num-prompt=5 --rate 3",
             "bench serve: error: --rate: no such flag; did you mean --request-rate or --ramp-start-rate?",
         ),
