@@ -50,7 +50,8 @@ def test_a_wrong_command_line_ends_with_2(words, capsys):
         ),
         (
             "compile x --profile.folder y",
-            "compile: error: --profile.folder: not here, where it would have no effect; `ostinato serve` has it",
+            "compile: error: --profile.folder: not here, where it would have no effect; "
+            "`ostinato serve` has it",
         ),
         (
             "bench serve --num-prompt=5 --rate 3",
